@@ -8,9 +8,6 @@ tests/audit/audit_zoo.py and tests/audit/audit_right.py, over seeds of weights, 
 from __future__ import annotations
 
 import argparse
-import csv
-import re
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +17,9 @@ from fastdp.audit import TESTS, audit
 from fastdp.utils.progress_bar import Bar
 from tests.audit import audit_right
 from tests.audit.audit_zoo import PLANTED
+
+from .tables import between, read_rows, table
+from .timing import append, commit
 
 ROOT = Path(__file__).parent.parent
 DATA, PAGE = ROOT / "benchmarks/data/audit.csv", ROOT / "docs/audit.md"
@@ -51,15 +51,11 @@ def measure(kind: str, name: str, made: Callable[[], Any], seeds: int, commit: s
 
 
 def read(path: Path = DATA) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(path)
 
 
 def run(path: Path, seeds: int, limit: float, part: tuple[int, int]) -> int:
     """Measure what is not in the file yet, for at most so many seconds; returns how many steps are left."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     begun = time.monotonic()
     missing = [item for number, item in enumerate(steps().items()) if number % part[1] == part[0]]
     done = {(row["kind"], row["name"]) for row in read(path)}
@@ -69,13 +65,8 @@ def run(path: Path, seeds: int, limit: float, part: tuple[int, int]) -> int:
         bar.at(number, f"{kind}, {name}")
         if time.monotonic() - begun > limit:
             return len(missing) - number
-        row = measure(kind, name, made, seeds, commit.strip())
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+        row = measure(kind, name, made, seeds, commit())
+        append(path, [row], COLUMNS)
         bugs = ", ".join(f"{test} {row[test]}" for test in TESTS if row[test] not in ("0", "-"))
         bar.clear()
         print(f"{kind} {name}: {bugs or 'no bug found'}", flush=True)
@@ -112,11 +103,7 @@ def detections(rows: list[Row]) -> str:
         missed = ", ".join(f"{name} ({found} of {seeds})" for name, found, seeds in pairs if found < seeds)
         total = f"{sum(found for _, found, _ in pairs)} of {sum(seeds for *_, seeds in pairs)}"
         lines.append([test, str(len(mine)), total, missed])
-    return _table(head, lines)
-
-
-def _table(head: list[str], lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+    return table(head, lines)
 
 
 def summary(rows: list[Row]) -> str:
@@ -147,9 +134,8 @@ def filled(text: str, rows: list[Row]) -> str:
     """The page with its tables made anew."""
     if not rows:
         return text
-    for name, table in (("summary", summary(rows)), ("alarms", alarms(rows)), ("detections", detections(rows))):
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        text = re.sub(pattern, lambda m, table=table: m[1] + table + "\n" + m[2], text, flags=re.S)
+    for name, made in (("summary", summary), ("alarms", alarms), ("detections", detections)):
+        text = between(text, name, made(rows))
     return text
 
 

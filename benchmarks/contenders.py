@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -28,7 +30,8 @@ class Contender(NamedTuple):
     make: (model, workload, noise multiplier, clipping norm) -> step. prepare: what its documentation says to do to a
     model before. clipping: "none", "local", "global" or "automatic", of the whole gradient, or "layerwise". patience:
     how many times the time limit its first step may take. resident: whether the memory of its process on the CPU,
-    and on a GPU what the allocator counts after its first step, is that of its training.
+    and on a GPU what the allocator counts after its first step, is that of its training. named: run only where it is
+    asked for by name.
     """
 
     make: Callable[..., Step]
@@ -36,6 +39,7 @@ class Contender(NamedTuple):
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model
     patience: float = 1.0
     resident: bool = True
+    named: bool = False
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -107,34 +111,33 @@ def validated(model: nn.Module) -> nn.Module:
     return model
 
 
-def opacus(mode: str) -> Callable[..., Step]:
-    """Opacus as its documentation says: its wrapper of the mode, and its optimizer."""
+def opacus(mode: str, package: str = "opacus") -> Callable[..., Step]:
+    """Opacus as its documentation says: its wrapper of the mode, and its optimizer; package: where these come from."""
 
     def make(model: nn.Module, work: Workload, sigma: float = SIGMA, limit: float = R) -> Step:
-        from opacus.grad_sample import (
-            GradSampleModule,
-            GradSampleModuleExpandedWeights,
-            GradSampleModuleFastGradientClipping,
+        layers, optimizers, utils = (
+            importlib.import_module(f"{package}.{name}")
+            for name in ("grad_sample", "optimizers", "utils.fast_gradient_clipping_utils")
         )
-        from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-        from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-
         warnings.filterwarnings("ignore")
         inner = torch.optim.AdamW(trained(model), lr=LR, fused=True)
         common = dict(noise_multiplier=sigma, max_grad_norm=limit, expected_batch_size=work.batch_size)
+        if package != "opacus":  # the others seed torch's generator again, which would repeat its noise
+            common["secure_mode"] = True
         if mode == "ghost":
-            wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=limit, use_ghost_clipping=True)
-            optimizer = DPOptimizerFastGradientClipping(inner, **common)
+            wrapped = layers.GradSampleModuleFastGradientClipping(model, max_grad_norm=limit, use_ghost_clipping=True)
+            optimizer = optimizers.DPOptimizerFastGradientClipping(inner, **common)
         elif mode == "ew":
-            wrapped, optimizer = GradSampleModuleExpandedWeights(model), DPOptimizer(inner, **common)
+            wrapped = layers.GradSampleModuleExpandedWeights(model)
+            optimizer = optimizers.DPOptimizer(inner, **common)
         else:
-            wrapped = GradSampleModule(model, force_functorch=mode == "functorch")
-            optimizer = DPOptimizer(inner, **common)
+            wrapped = layers.GradSampleModule(model, force_functorch=mode == "functorch")
+            optimizer = optimizers.DPOptimizer(inner, **common)
 
         def step(x: Tensor, y: Tensor) -> None:
             losses = work.losses(wrapped(x), y)
             if mode == "ghost":
-                DPTensorFastGradientClipping(wrapped, optimizer, losses, "mean").backward()
+                utils.DPTensorFastGradientClipping(wrapped, optimizer, losses, "mean").backward()
             else:
                 losses.mean().backward()
             optimizer.step()
@@ -154,4 +157,10 @@ CONTENDERS: dict[str, Contender] = {
     "fastdp layerwise": Contender(ours(style="layerwise"), "layerwise"),
     "fastdp graphed": Contender(graphed, patience=8.0, resident=False),
     **{f"opacus {mode}": Contender(opacus(mode), "local", validated) for mode in ("hooks", "functorch", "ew", "ghost")},
+    "fastdp compiled": Contender(ours(), "local", compiled, patience=8.0, resident=False, named=True),
+    "fastdp graphed compiled": Contender(
+        functools.partial(graphed, compile=True), patience=8.0, resident=False, named=True
+    ),
+    **{f"compat {mode}": Contender(opacus(mode, "fastdp.compat.opacus"), named=True) for mode in ("hooks", "ghost")},
 }
+DEFAULT = tuple(name for name, contender in CONTENDERS.items() if not contender.named)

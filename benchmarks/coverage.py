@@ -40,8 +40,9 @@ from fastdp.utils.progress_bar import Bar
 
 from .coverage_engines import ENGINES
 from .coverage_models import MODELS
-from .coverage_report import NOT_JUDGED, REPAIRED, append, commit, done, read, summary, totals
+from .coverage_report import COLUMNS, NOT_JUDGED, REPAIRED, commit, done, read, summary, totals
 from .coverage_truth import Built, Case, Sizes, clean, judge
+from .timing import append
 
 RUNS = {"": Sizes(3, 8), "tokens = samples": Sizes(4, 4), "padded": Sizes(3, 8, padded=True)}
 SUITES = ("named", "transformers", "timm", "libraries")
@@ -229,7 +230,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         show(results[-1])
         bar.at(len(results))
         if out:
-            append(out, results[-1])
+            append(out, results[-1:], COLUMNS)
     print(totals(results))
     return results
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from . import tables, timing
 from .coverage_truth import OUTSIDE, STATUSES
 
 COLUMNS = ("engine", "suite", "case", "status", "error", "whole", "message", "where", "truth", "coupling", "sizes",
@@ -22,26 +23,11 @@ Row = dict[str, Any]
 
 def commit() -> str:
     """Of the repository that holds benchmark and library, marked where files differ from it; "" without git."""
-    here = Path(__file__).parent
-    try:
-        ask = lambda *words: (
-            subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout
-        )
-        return ask("rev-parse", "--short=12", "HEAD").strip() + (
-            CHANGED if ask("status", "-uno", "--porcelain") else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
+    now = timing.commit(12)
+    if now == "-":
         return ""
-
-
-def append(path: Path, row: Row) -> None:
-    """At once, so that an interrupted run leaves what it found."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    changed = subprocess.run(["git", "status", "-uno", "--porcelain"], cwd=Path(__file__).parent, capture_output=True)
+    return now + (CHANGED if changed.stdout else "")
 
 
 def read(path: Path) -> list[Row]:
@@ -86,16 +72,17 @@ def suite_of(row: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     """Markdown, a line for each suite and engine: counts, and shares of the judged; of what was not, shares of all."""
-    lines = ["| suite | engine | cases | judged | " + " | ".join(STATUSES) + " |"]
-    lines.append("| --- " * (4 + len(STATUSES)) + "|")
-    order = {suite: i for i, suite in enumerate(dict.fromkeys(suite_of(r) for r in rows))}
-    for suite, engine in sorted(dict.fromkeys((suite_of(r), r["engine"]) for r in rows), key=lambda k: order[k[0]]):
+    lines = []
+    order = list(dict.fromkeys(suite_of(r) for r in rows))
+    for suite, engine in sorted(
+        dict.fromkeys((suite_of(r), r["engine"]) for r in rows), key=lambda k: order.index(k[0])
+    ):
         count = collections.Counter(r["status"] for r in rows if (suite_of(r), r["engine"]) == (suite, engine))
         total = sum(count.values())
         judged = total - sum(count[s] for s in NOT_JUDGED)
         shares = [_share(count[s], total if s in NOT_JUDGED else judged) for s in STATUSES]
-        lines.append("| " + " | ".join([suite, engine, str(total), str(judged), *shares]) + " |")
-    return "\n".join(lines)
+        lines.append([suite, engine, str(total), str(judged), *shares])
+    return tables.table(("suite", "engine", "cases", "judged", *STATUSES), lines)
 
 
 def _share(count: int, of: int) -> str:

@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -25,9 +22,9 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.losses import linear_cross_entropy
 
-from .memory import GIVE_BACK, ROOT
+from .memory import fresh_mib, resident_kib
 from .models import GPT, token_losses
-from .timing import KEPT, interleaved, keep_memory
+from .timing import interleaved, keep_memory
 
 SIZES = {"d": 256, "layers": 2, "batch": 8, "length": 512, "vocabulary": 50257}
 WAYS = ("stored logits", "fused")
@@ -75,15 +72,6 @@ class Steps:
         self.optimizer.zero_grad()
 
 
-def peak(*job: Any) -> float:
-    """MiB of a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.fused_loss", "--peak-of", json.dumps(job)]
-    environment = {name: value for name, value in os.environ.items() if name not in KEPT}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True,
-                          env={**environment, "MALLOC_MMAP_THRESHOLD_": GIVE_BACK})  # fmt: skip
-    return float(done.stdout.split()[-1])
-
-
 def paper(length: int = 4096, vocabulary: int = 128256, d: int = 4096) -> list[str]:
     """Bytes of the head of a Llama 8B for one sample, by what is alive at once, and the multiply-adds."""
     gib, logits = 2**30, length * vocabulary
@@ -119,16 +107,15 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true", help="the head is not trained")
     parser.add_argument("--budget", type=int, help="memory_budget of the private steps, in bytes")
     parser.add_argument("--no-peaks", action="store_true")
-    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if options.peak_of:
-        step = Steps(*json.loads(options.peak_of))
+    if options.memory_of:
+        step = Steps(*json.loads(options.memory_of))
         step(), step()
-        with open("/proc/self/status") as status:  # (ru_maxrss is at least that of the process that started this one)
-            print(next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM")))
+        print(resident_kib() / 1024)
         return
     if options.paper:
         print("\n".join(paper()))
@@ -145,7 +132,7 @@ def main() -> None:
     gc.collect()
     print(", ".join(f"{name} {value}" for name, value in sizes.items()), f"threads {torch.get_num_threads()}")
     for name, kind in kinds.items():
-        memory = "" if options.no_peaks else f"{peak(*kind, *rest):10.0f} MiB"
+        memory = "" if options.no_peaks else f"{fresh_mib('benchmarks.fused_loss', [*kind, *rest]):10.0f} MiB"
         print(f"{name:26s}{times[name]:8.2f} s{memory}", flush=True)
 
 

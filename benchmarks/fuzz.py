@@ -20,7 +20,6 @@ import collections
 import itertools
 import multiprocessing
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +30,8 @@ import torch
 from tests.programs.draw import Program, alone, draw, smaller, source
 from tests.programs.judge import Verdict, judge
 from tests.programs.pieces import PIECES
+
+from .timing import commit
 
 Task = tuple[str, int]  # a piece's name, or "" for a drawn program; a seed
 
@@ -65,18 +66,13 @@ def _reason(verdict: Verdict) -> str:
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    seed, known = options.start, faulty_alone() if options.new else set[str]()
+    seed = options.start
     while True:
         if options.pieces:
             yield from ((name, seed) for name in PIECES)
-        elif not known.intersection(name.split(">")[-1] for name in draw(seed).names):
+        else:
             yield "", seed
         seed += 1
-
-
-def faulty_alone() -> set[str]:
-    """The pieces that are at fault on their own."""
-    return {name for name in PIECES if any(judge(alone(name, seed)).fault for seed in range(3))}
 
 
 class Tally:
@@ -124,7 +120,7 @@ class Tally:
         judged = sum(self.kinds.values()) - self.kinds["skipped"]
         silent = self.kinds["SILENT"] + self.kinds["WRONG"]
         self.say(
-            f"\n{sum(self.kinds.values())} programs in {seconds:.0f} s at {_commit()}, to {last}: {dict(self.kinds)}"
+            f"\n{sum(self.kinds.values())} programs in {seconds:.0f} s at {commit()}, to {last}: {dict(self.kinds)}"
         )
         self.say(f"rate of silent faults: {silent} of {judged} judged = {silent / max(1, judged):.2e}")
         for what, count in self.faults.most_common():
@@ -139,15 +135,6 @@ def _telling(program: Program) -> tuple[str, ...]:
     return told or tuple(name for name in program.names if not name.startswith("first"))
 
 
-def _commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "an unknown commit"
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -156,7 +143,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="append what is printed to this file")
     parser.add_argument("--seed", type=int, help="judge one program and print it")
     parser.add_argument("--piece", help="with --seed or without: the program of this piece alone")
-    parser.add_argument("--new", action="store_true", help="without pieces that are at fault on their own")
     parser.add_argument("--pieces", action="store_true", help="every piece on its own instead of drawn programs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

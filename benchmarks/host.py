@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import functools
 import pstats
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 
 from fastdp.utils.progress_bar import Bar
 
-from .contenders import CONTENDERS, Contender, NotApplicable, graphed, trained
-from .models import GPT, Workload, class_losses, token_losses
+from .contenders import CONTENDERS, NotApplicable, trained
+from .models import GPT, Logits, Workload, class_losses, token_losses
 from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
 
 B, T, D, WORDS = 4, 8, 32, 64
@@ -34,20 +33,6 @@ CPU = torch.device("cpu")
 NAMES = ("non-private", "fastdp", "fastdp graphed", "opacus hooks", "opacus ghost")
 COMPILED = ("non-private compiled", "fastdp graphed compiled")
 COLUMNS = ("model", "contender", "ratio", "of_compiled", "median_ms", "us_per_use", "uses")
-
-
-GRAPHED = {"fastdp graphed compiled": Contender(functools.partial(graphed, compile=True))}
-
-
-class Logits(nn.Module):
-    """A transformers model as one from token ids to logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids).logits
 
 
 def cnn(layers: int) -> nn.Module:
@@ -99,7 +84,7 @@ def workloads(layers: int) -> dict[str, Workload]:
 
 def stepping(name: str, work: Workload) -> tuple[Callable[[], object], int]:
     """A contender's step on a batch of its own, warm, and its number of modules with trained parameters."""
-    contender = GRAPHED.get(name) or CONTENDERS[name]
+    contender = CONTENDERS[name]
     torch.manual_seed(0)
     model = contender.prepare(work.build()).train()
     uses = sum(any(p.requires_grad for p in module.parameters(recurse=False)) for module in model.modules())

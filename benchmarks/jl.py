@@ -18,13 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastdp
 
-from .memory import GIVE_BACK, resident_kib
+from .memory import fresh_mib, resident_kib
 from .models import GPT, ResNet
-from .timing import KEPT, keep_memory
+from .timing import keep_memory
 
 PROJECTIONS = (8, 32, 128)
 RATE, STEPS, DELTA = 0.01, 1000, 1e-5
@@ -120,13 +117,7 @@ def milliseconds(name: str, kinds: list[str], rounds: int) -> dict[str, float]:
 
 def peak_mib(name: str, kind: str) -> float:
     """What three steps in a fresh process add to its peak of memory."""
-    command = [sys.executable, "-m", "benchmarks.jl", "--memory-of", json.dumps([name, kind])]
-    environment = {key: value for key, value in os.environ.items() if key not in KEPT}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
-        env={**environment, "MALLOC_MMAP_THRESHOLD_": GIVE_BACK},
-    )  # fmt: skip
-    return float(done.stdout.split()[-1])
+    return fresh_mib("benchmarks.jl", [name, kind])
 
 
 def measure(name: str, kind: str) -> float:

@@ -35,41 +35,31 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """BERT-base's shape (Devlin et al. 2019) with a classifier on the pooled first token: 109.5M parameters."""
+    """BERT-base's shape (Devlin et al. 2019) with a classifier on the pooled first token: 109.5M parameters.
 
-    def __init__(self, layers: int = 12, d: int = 768, heads: int = 12, t: int = 512, vocabulary: int = 30522) -> None:
+    padded: RoBERTa-base's (Liu et al. 2019; 124.6M): texts with padding, positions counted from the padding id.
+    """
+
+    def __init__(self, layers: int = 12, d: int = 768, heads: int = 12, t: int = 512, vocabulary: int = 30522,
+                 padded: bool = False) -> None:  # fmt: skip
         super().__init__()
-        self.tokens, self.positions, self.segments = nn.Embedding(vocabulary, d), nn.Embedding(t, d), nn.Embedding(2, d)
-        self.norm = nn.LayerNorm(d, eps=1e-12)
+        skipped = PADDING if padded else None
+        self.tokens = nn.Embedding(vocabulary, d, padding_idx=skipped)
+        self.positions = nn.Embedding(t + PADDING + 1 if padded else t, d, padding_idx=skipped)
+        self.segments = nn.Embedding(1 if padded else 2, d)
+        self.norm, self.padded = nn.LayerNorm(d, eps=1e-5 if padded else 1e-12), padded
         self.blocks = nn.ModuleList(EncoderBlock(d, heads) for _ in range(layers))
         self.pooler, self.head = nn.Linear(d, d), nn.Linear(d, 2)
 
     def forward(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.size(1), device=ids.device).repeat(ids.size(0), 1)
+        positions, mask = torch.arange(ids.size(1), device=ids.device).repeat(ids.size(0), 1), None
+        if self.padded:
+            real = ids.ne(PADDING)
+            positions, mask = real.cumsum(1) * real + PADDING, real[:, None, None, :]
         x = self.norm(self.tokens(ids) + self.positions(positions) + self.segments(torch.zeros_like(ids)))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return self.head(torch.tanh(self.pooler(x[:, 0])))
-
-
-class PaddedEncoder(nn.Module):
-    """RoBERTa-base's shape (Liu et al. 2019): padded texts, positions counted from the padding id; 124.6M."""
-
-    def __init__(self, layers: int = 12, d: int = 768, heads: int = 12, t: int = 512, vocabulary: int = 50265) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, d, padding_idx=PADDING)
-        self.positions = nn.Embedding(t + PADDING + 1, d, padding_idx=PADDING)
-        self.segments, self.norm = nn.Embedding(1, d), nn.LayerNorm(d, eps=1e-5)
-        self.blocks = nn.ModuleList(EncoderBlock(d, heads) for _ in range(layers))
-        self.dense, self.head = nn.Linear(d, d), nn.Linear(d, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        real = ids.ne(PADDING)
-        positions = real.cumsum(1) * real + PADDING
-        x = self.norm(self.tokens(ids) + self.positions(positions) + self.segments(torch.zeros_like(ids)))
-        for block in self.blocks:
-            x = block(x, real[:, None, None, :])
-        return self.head(torch.tanh(self.dense(x[:, 0])))
 
 
 def with_adapters(model: Encoder, rank: int = 8) -> Encoder:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,13 +69,26 @@ def peaks(job: Job, names: Sequence[str], limit: float | None = None) -> dict[st
     return {name: peak(job, name, limit=limit) if p.status == OUT else p for name, p in found.items()}
 
 
-def peak(job: Job, name: str, steps: int = 3, limit: float | None = None) -> Peak:
-    """The peak of one fresh process."""
-    command = [sys.executable, "-m", MAIN, "--memory-of", json.dumps([*job, name, steps])]
+def fresh(module: str, job: Sequence[Any], limit: float | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m module --memory-of JOB` in a process whose allocator gives freed blocks back at once."""
+    command = [sys.executable, "-m", module, "--memory-of", json.dumps(job)]
     environment = {name: value for name, value in os.environ.items() if name not in KEPT}
     environment["MALLOC_MMAP_THRESHOLD_"] = GIVE_BACK
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=limit)
+
+
+def fresh_mib(module: str, job: Sequence[Any]) -> float:
+    """The last word that such a process prints. Raises RuntimeError where it fails."""
+    done = fresh(module, job)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return float(done.stdout.split()[-1])
+
+
+def peak(job: Job, name: str, steps: int = 3, limit: float | None = None) -> Peak:
+    """The peak of one fresh process."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=limit)
+        done = fresh(MAIN, [*job, name, steps], limit)
     except subprocess.TimeoutExpired:
         return Peak(None, "out of time", f"the process took over {limit:.0f} s")
     if OUT in done.stdout or done.returncode == -9:  # killed: the system had no more

@@ -89,6 +89,17 @@ class ResNet(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
+class Logits(nn.Module):
+    """A transformers model as one from token ids to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids).logits
+
+
 class Workload(NamedTuple):
     """A model, its batches, and the loss of each sample.
 

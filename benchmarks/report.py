@@ -17,7 +17,8 @@ from pathlib import Path
 from . import report_data as data
 from . import report_gpu
 from .report_data import OK, OURS, Case, Cases, Row, figure_names, label, measured, stamp, where
-from .report_text import LOST, best, cell, note, size, table, two, wrapped
+from .report_text import LOST, best, cell, note, size, two
+from .tables import between, table, wrapped
 
 ROOT = Path(__file__).parent.parent
 DATA, README, PAGE, FIGURES = ROOT / "benchmarks/data", ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "docs"
@@ -195,14 +196,6 @@ def where_we_lose(cases: Cases) -> str:
 
 
 # ---------------------------------------------------------------------- placing
-
-
-def between(text: str, name: str, body: str) -> str:
-    """The text with another body between the marks of a name; ValueError where it has none."""
-    mark = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S)
-    if not mark.search(text):
-        raise ValueError(f"the document has no place for the table {name}")
-    return mark.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
 
 
 def readme(text: str, cases: Cases) -> str:

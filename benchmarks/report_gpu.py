@@ -5,13 +5,13 @@ Rows of training_cuda.csv, kernels_cuda.csv and host_cuda.csv: new ones take the
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import report_data as data
 from .report_data import BASE, GRAPHED, OURS, Cases, Row, label, measured, where
-from .report_text import LOST, best, cell, note, size, table, wrapped
+from .report_text import LOST, best, cell, note, size
+from .tables import read_rows, table, wrapped
 
 HEAD = ("workload", "batch x length", "ordinary, ms", "**replayed**", "fastdp", "layerwise", "best Opacus")
 ABOUT = "The same on {}; *replayed*: by `optimizer.graphed`, as a CUDA graph."
@@ -50,10 +50,9 @@ def remarks(mine: Cases) -> list[str]:
 
 def rows(path: Path, columns: Sequence[str], key: Sequence[str]) -> str:
     """All rows of a file, of each key the last, with device, versions and commit above them."""
-    if not path.exists():
+    found: dict[tuple[str, ...], Row] = {tuple(row[k] for k in key): row for row in read_rows(path)}
+    if not found:
         return "No rows yet."
-    with path.open(newline="") as file:
-        found: dict[tuple[str, ...], Row] = {tuple(row[k] for k in key): row for row in csv.DictReader(file)}
     about = {
         ", ".join(f"{n} {row[n]}" for n in ("device", "torch", "triton", "commit", "date")) for row in found.values()
     }

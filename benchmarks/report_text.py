@@ -1,23 +1,13 @@
-"""Cells and sentences of the reports: tables, numbers as they are in the rows, versions and commits."""
+"""Cells and sentences of the reports: numbers as they are in the rows, versions and commits."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from . import report_data as data
 from .report_data import OK, Case, Row
 
 LOST = "†"  # marks a cell that beats ours
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 119, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def cell(row: Row | None, column: str) -> str:

@@ -15,8 +15,6 @@ those of the backward; with flat clipping, sums are exchanged once the norms are
 from __future__ import annotations
 
 import argparse
-import csv
-import subprocess
 import sys
 import time
 import warnings
@@ -45,6 +43,7 @@ from fastdp.optim import private_step
 from .large import Llama
 from .models import LoRALinear, token_losses
 from .scale_meter import GATHERED, Meter, Told
+from .timing import append, commit
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {"layers": 2, "d": 64, "heads": 4, "groups": 2, "hidden": 172, "vocabulary": 512},
@@ -283,18 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"  on paper: {times[0]:.3f} s, private {times[1]:.3f} s, {times[1] / times[0]:.2f} of it")
                 print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
                 if options.out is not None:
-                    write(options.out, list(rows(setting, *found, times)))
-
-
-def write(path: Path, found: list[dict[str, object]]) -> None:
-    old = list(csv.DictReader(path.open())) if path.exists() else []
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    new = [{"commit": commit, "torch": torch.__version__, **row} for row in found]
-    names = list(dict.fromkeys(name for row in [*old, *new] for name in row))
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, names)
-        table.writeheader()
-        table.writerows([*old, *new])
+                    facts = {"commit": commit(), "torch": torch.__version__}
+                    new = [facts | row for row in rows(setting, *found, times)]
+                    append(options.out, new, list(dict.fromkeys(name for row in new for name in row)))
 
 
 if __name__ == "__main__":

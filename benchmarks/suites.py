@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .language import LSTM, PADDING, Encoder, PaddedEncoder, with_adapters
+from .finetuning_models import FINETUNING
+from .language import LSTM, PADDING, Encoder, with_adapters
 from .large import GPT2, Llama, ViT, with_lora
 from .models import GPT, ResNet, Workload, class_losses, token_losses
-from .moe import MOE
 from .vision import ConvNeXt, cifar_cnn, mnist_cnn, resnet18, resnet50
 
 Build = Callable[[], nn.Module]
@@ -61,6 +61,10 @@ def images(build: Build, side: int, classes: int, batch_size: int, small: Worklo
     return Workload(build, batch, class_losses, batch_size, small, whole, side)
 
 
+def roberta() -> nn.Module:
+    return Encoder(vocabulary=50265, padded=True)
+
+
 def _gpt(t: int) -> nn.Module:
     return GPT(t=t)
 
@@ -81,7 +85,7 @@ SMALL: dict[str, Workload] = {
     "gpt2-lora": words(lambda t: with_lora(_small_gpt2(t), 4), 13, 97, 3),
     "llama-lora": words(lambda t: with_lora(_small_llama(t), 4), 13, 101, 3),
     "bert": texts(lambda: Encoder(2, 32, 4, 16, 97), 13, 97, 4),
-    "roberta": texts(lambda: PaddedEncoder(2, 32, 4, 16, 97), 13, 97, 4, padded=True),
+    "roberta": texts(lambda: Encoder(2, 32, 4, 16, 97, padded=True), 13, 97, 4, padded=True),
     "bert-lora": texts(lambda: with_adapters(Encoder(2, 32, 4, 16, 97), 4), 13, 97, 4),
     "vit-b16": images(lambda: ViT(32, 8, 2, 32, 4, 10), 32, 10, 3),
     "convnext-t": images(lambda: ConvNeXt((1, 1, 1), (8, 16, 24), 10, 0.1), 32, 10, 3),
@@ -96,7 +100,7 @@ CPU: dict[str, Workload] = {
     "gpt2": words(lambda t: GPT2(), 128, 50257, 2, SMALL["gpt2"]),
     "gpt2-lora": words(lambda t: with_lora(GPT2()), 128, 50257, 2, SMALL["gpt2-lora"]),
     "bert": texts(Encoder, 128, 30522, 8, SMALL["bert"]),
-    "roberta": texts(PaddedEncoder, 128, 50265, 4, SMALL["roberta"], padded=True),
+    "roberta": texts(roberta, 128, 50265, 4, SMALL["roberta"], padded=True),
     "bert-lora": texts(lambda: with_adapters(Encoder()), 128, 30522, 8, SMALL["bert-lora"]),
     "vit-b16": images(ViT, 224, 1000, 4, SMALL["vit-b16"]),
     "convnext-t": images(ConvNeXt, 224, 1000, 4, SMALL["convnext-t"]),
@@ -113,7 +117,7 @@ GPU: dict[str, Workload] = {
     "gpt2-lora": words(lambda t: with_lora(GPT2()), 1024, 50257, 16, SMALL["gpt2-lora"]),
     "llama-lora": words(lambda t: with_lora(Llama()), 1024, 32000, 4, SMALL["llama-lora"]),
     "bert": texts(Encoder, 512, 30522, 32, SMALL["bert"]),
-    "roberta": texts(PaddedEncoder, 512, 50265, 32, SMALL["roberta"], padded=True),
+    "roberta": texts(roberta, 512, 50265, 32, SMALL["roberta"], padded=True),
     "bert-lora": texts(lambda: with_adapters(Encoder()), 512, 30522, 32, SMALL["bert-lora"]),
     "vit-b16": images(ViT, 224, 1000, 64, SMALL["vit-b16"]),
     "convnext-t": images(ConvNeXt, 224, 1000, 64, SMALL["convnext-t"]),
@@ -126,12 +130,12 @@ QUICK: dict[str, Workload] = {
     "mnist-cnn": images(mnist_cnn, 28, 10, 64, SMALL["mnist-cnn"], 1, whole=64),
     "lstm": words(lambda t: LSTM(1000, 64, 128), 32, 1000, 8, SMALL["lstm"], whole=4),
 }
-OTHERS: dict[str, Workload] = {"resnet": images(ResNet, 32, 10, 32, whole=8), **MOE}  # asked for by name
+OTHERS: dict[str, Workload] = {"resnet": images(ResNet, 32, 10, 32, whole=8), **FINETUNING}  # asked for by name
 SUITES = {"cpu": CPU, "gpu": GPU, "quick": QUICK}
 SWEPT = {"batch": ("gpt", "gpt2", "resnet18", "resnet50"), "length": ("gpt", "gpt2")}
 BATCHES = {"cpu": (1, 2, 4, 8, 16, 32), "gpu": (1, 2, 4, 8, 16, 32, 64), "quick": (1, 2, 4)}
 LENGTHS = {"cpu": (64, 128, 256, 512), "gpu": (128, 256, 512, 1024), "quick": (16, 32, 64)}
-FLOORLESS = set(MOE)  # models whose forward needs values (routing does), where the floor has shapes alone
+FLOORLESS = set(FINETUNING)  # models whose forward needs values, where the floor has shapes alone
 
 
 def find(suite: str, name: str, small: bool = False, batch_size: int = 0, length: int = 0) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import os
 import platform
 import statistics
@@ -65,13 +66,13 @@ def require_kernels(device: torch.device | str = "cpu") -> None:
         raise SystemExit(f"no figure is taken without fastdp's kernels: {lacking}")
 
 
-def commit() -> str:
+def commit(digits: int = 7) -> str:
     """FASTDP_COMMIT (of a tree that travelled without its history), else this checkout's, else "-"."""
     told = os.environ.get("FASTDP_COMMIT")
     if told:
         return told
     try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", f"--short={digits}", "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError:  # no git
         return "-"
@@ -120,17 +121,20 @@ def show(rows: Sequence[Row], columns: Sequence[str], left: int = 2) -> None:
 
 
 def append(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Add tidy rows to a CSV file; one written with other columns keeps its rows and gets the new columns too."""
+    """Add tidy rows to a CSV file, in one write, so that processes side by side keep theirs; one written with other
+    columns keeps its rows and gets the new columns too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    old: list[Row] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            old, header = [dict(row) for row in reader], list(reader.fieldnames or ())
-        columns = [*header, *(c for c in columns if c not in header)]
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="-", extrasaction="ignore")
+    text = path.read_bytes().decode() if path.exists() else ""
+    reader = csv.DictReader(io.StringIO(text))
+    header = list(reader.fieldnames or ())
+    names = [*header, *(c for c in columns if c not in header)]
+    lines = io.StringIO()
+    end = "\n" if text and "\r\n" not in text.partition("\n")[0] + "\n" else "\r\n"
+    writer = csv.DictWriter(lines, names, restval="-", extrasaction="ignore", lineterminator=end)
+    same = names == header
+    if not same:
         writer.writeheader()
-        writer.writerows([*old, *rows])
-    fresh.replace(path)
+        writer.writerows(reader)
+    writer.writerows(rows)
+    with path.open("a" if same else "w", newline="") as file:
+        file.write(lines.getvalue())

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from .contenders import CONTENDERS
+from .contenders import CONTENDERS, DEFAULT
 from .exactness import Verdict, judge
 from .floor import floor
 from .memory import Job, Peak, largest, peaks
@@ -54,7 +54,7 @@ STARTING = 60.0  # seconds that a fresh process may take beside its steps
 class Options:
     """How to measure; limit: seconds for each contender and workload, memory_limit: MiB for the largest batch."""
 
-    names: Sequence[str] = tuple(CONTENDERS)
+    names: Sequence[str] = DEFAULT
     rounds: int = 9
     limit: float = math.inf
     memory: bool = True
@@ -208,7 +208,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def contenders(told: argparse.Namespace) -> list[str]:
     """Those asked for, ordinary training first; a sweep takes few, quick none that must be compiled."""
-    names = told.contenders or (SWEEPERS if told.sweep != "none" else CONTENDERS)
+    names = told.contenders or (SWEEPERS if told.sweep != "none" else DEFAULT)
     if told.suite == "quick" and not told.contenders:
         names = [name for name in names if CONTENDERS[name].patience == 1]
     return list(dict.fromkeys([BASE, *names]))
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(", ".join(f"{key} {value}" for key, value in versions(device).items()))
     types = told.dtype or DEFAULT_TYPES[told.suite]
     wanted = [job for t in types for job in jobs(told.suite, models, told.sweep, device, t, told.small)]
-    for name in told.contenders or CONTENDERS:
+    for name in told.contenders or DEFAULT:
         if name.startswith("fastdp"):
             CONTENDERS[name] = CONTENDERS[name]._replace(patience=max(told.patience, CONTENDERS[name].patience))
     options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.memory_here,

@@ -19,31 +19,11 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, send_to_device
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.utils.data import TensorDataset
+from digits import convolutions, digits
 
 import fastdp
 
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 48
-
-
-def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """1,437 8x8 images to train on, and 360 with their labels to test."""
-    data = load_digits()
-    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return TensorDataset(x[train], y[train]), x[test], y[test]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
-        nn.Flatten(), nn.Linear(512, 10),
-    )  # fmt: skip
 
 
 def prepared(epochs: int, epsilon: float, mixed_precision: str, cpu: bool, fsdp: bool):
@@ -54,7 +34,8 @@ def prepared(epochs: int, epsilon: float, mixed_precision: str, cpu: bool, fsdp:
         mixed_precision=mixed_precision, cpu=cpu, fsdp_plugin=parts, step_scheduler_with_optimizer=False
     )
     train, x, y = digits()
-    model = network()
+    torch.manual_seed(0)
+    model = convolutions()
     fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), train[:8])  # raises where samples are coupled
     loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
     steps = epochs * loader.steps_per_epoch

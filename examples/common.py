@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.sampling import current
+from fastdp.utils.progress_bar import Bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # examples run from a checkout, where benchmarks/ is
 
@@ -225,14 +226,13 @@ def train(
           f"{loader.sample_rate:.4f}, {steps} steps, noise multiplier {sigma:.3f}", flush=True)  # fmt: skip
     model.to(options.device).train()
     engine = engine_of(model, loader, sigma, options)
-    watch = Watch(steps, loader.steps_per_epoch, engine.epsilon)
-    start, done = time.perf_counter(), 0
+    start, done, bar, seen = time.perf_counter(), 0, Bar(steps), list[Tensor]()
     while done < steps:
         for batch in loader:
             _schedule(engine.optimizer, done, steps)
             each = losses(engine.model, move(batch, options.device))
             engine.backward(each)
-            watch.add(each.detach())
+            seen.append(each.detach())
             place = current()
             last = place is not None and place.final
             if private or last:
@@ -240,9 +240,13 @@ def train(
                 engine.optimizer.zero_grad()
             if last:
                 done += 1
-                watch.step(done)
+                bar.at(done)
                 if done == steps:
                     break
+        spent, loss = time.perf_counter() - start, float(torch.cat(seen).mean())
+        seen.clear()
+        print(f"  step {done} of {steps}: training loss {loss:.3f}, epsilon {engine.epsilon():.2f}, {spent:.0f} s",
+              flush=True)  # fmt: skip
     spent = engine.epsilon()
     if isinstance(engine.optimizer, fastdp.DPAdamW):
         engine.optimizer.detach()
@@ -263,29 +267,6 @@ def _schedule(optimizer: torch.optim.Optimizer, done: int, steps: int) -> None:
     warm = max(1, steps // 20)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * min((done + 1) / warm, (steps - done) / max(steps - warm, 1), 1.0)
-
-
-class Watch:
-    """Progress with epsilon: a line an epoch, or a bar where someone watches."""
-
-    def __init__(self, steps: int, per_epoch: int, epsilon: Callable[[], float]) -> None:
-        self.steps, self.per_epoch, self.epsilon = steps, per_epoch, epsilon
-        self.losses: list[Tensor] = []
-        self.start = time.perf_counter()
-
-    def add(self, losses: Tensor) -> None:
-        self.losses.append(losses)
-
-    def step(self, done: int) -> None:
-        """After a logical batch."""
-        if sys.stderr.isatty():
-            print(f"\r  step {done}/{self.steps}", end="\r", file=sys.stderr, flush=True)
-        if done % self.per_epoch and done < self.steps:
-            return
-        spent, loss = time.perf_counter() - self.start, float(torch.cat(self.losses).mean())
-        self.losses.clear()
-        print(f"  step {done} of {self.steps}: training loss {loss:.3f}, epsilon {self.epsilon():.2f}, "
-              f"{spent:.0f} s", flush=True)  # fmt: skip
 
 
 def logits_of(model: nn.Module, batches: Iterable[Any], device: str) -> Tensor:

@@ -9,7 +9,6 @@ result, hundreds of times faster. --cache FILE keeps them for the next run.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cifar10_networks import squeezenet, vit
-from common import Defaults, Row, finish, frozen, in_package, logits_of, need_data, parse, parser, train
+from common import Defaults, Row, finish, frozen, in_package, logits_of, parse, parser, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fastdp
+from examples.papers.images import cifar10_bytes
 from fastdp.calibration import calibration
 from fastdp.losses import classification_loss
 
-FILE = "cifar10_jpeg.npz"
-WHERE = (
-    "It is CIFAR-10 with each image as a JPEG, in one string of bytes: jpeg_train, len_train, y_train and the same of "
-    "_test. With a network: datasets.load_dataset('uw-cvml/cifar10') or 'cifar10', whose images are not lossy; "
-    "write cifar10.npz with x_train [50000, 32, 32, 3], y_train, x_test, y_test, which is read in its place."
-)
 HUB = {"vit": "facebook/dinov2-small"}
 DEV = 5000  # training images held out to tune on
 
@@ -45,31 +39,17 @@ def defaults(method: str, private: bool) -> Defaults:
     return Defaults(3e-4, 3, 512, 3e-3) if private else Defaults(1e-4, 3, 64, 2e-3)
 
 
-def decode(data: np.ndarray, lengths: np.ndarray) -> Tensor:
-    """JPEGs in one string of bytes -> uint8 [N, 3, 32, 32]."""
-    from PIL import Image
-
-    ends, text = np.cumsum(lengths), data.tobytes()
-    images = [np.asarray(Image.open(io.BytesIO(text[e - n : e])).convert("RGB")) for e, n in zip(ends, lengths)]  # noqa: B905
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-
-
-def read(folder: Path) -> tuple[Images, Images, Images]:
-    """Training, held-out and test images, in a fixed random order: the file is sorted by class."""
-    exact = folder / "cifar10.npz"
-    with np.load(exact if exact.exists() else folder / FILE) as file:
-        found = []
-        for part in ("train", "test"):
-            if exact.exists():
-                images = torch.from_numpy(file[f"x_{part}"]).permute(0, 3, 1, 2).contiguous()
-            else:
-                images = decode(file[f"jpeg_{part}"], file[f"len_{part}"])
-            labels = torch.from_numpy(file[f"y_{part}"].astype(np.int64))
-            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-            found.append((images[order], labels[order]))
+def read(folder: Path | None) -> tuple[Images, Images, Images, str]:
+    """Training, held-out and test images, in a fixed random order (the file is sorted by class), and their name."""
+    arrays, name = cifar10_bytes(folder)
+    found = []
+    for images, labels in (arrays[:2], arrays[2:]):
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        y = torch.from_numpy(labels.astype(np.int64)).ravel()
+        found.append((torch.from_numpy(np.ascontiguousarray(images))[order], y[order]))
     (x, y), test = found
     held = min(DEV, len(y) // 10)
-    return (x[held:], y[held:]), (x[:held], y[:held]), test
+    return (x[held:], y[held:]), (x[:held], y[:held]), test, name
 
 
 class Classifier(nn.Module):
@@ -123,11 +103,8 @@ def main(arguments: Sequence[str] | None = None, loader: Callable[..., Classifie
     made.set_defaults(max_grad_norm=15.0)  # the features have norm 22 (SqueezeNet's) or 28
     options = parse(made, arguments, defaults)
     options.size = options.size or {"squeezenet": 96, "vit": 70}[options.network]
-    folder = options.data
-    if folder is None or not (folder / "cifar10.npz").exists():
-        folder = need_data(options, [FILE], WHERE)
+    training, dev, test, task = read(options.data)
     model = loader(options.network, options.model, options.size, options.seed)
-    training, dev, test = read(folder)
     if options.quick:
         few = 2000 if options.method == "head" or options.network == "squeezenet" else 500
         options.records, options.test_records = few, few // 2
@@ -146,7 +123,7 @@ def main(arguments: Sequence[str] | None = None, loader: Callable[..., Classifie
     on_dev, on_test = (calibration(logits_of(trained, x.split(256), options.device), y) for x, y in (dev, test))
     whole = not options.quick and len(training[1]) > 40000
     return finish(
-        row, options, task="CIFAR-10 (JPEG)" if not (folder / "cifar10.npz").exists() else "CIFAR-10",
+        row, options, task=task,
         model=f"{options.network} {options.size}px", setting="quick" if options.quick else "full" if whole else "part",
         accuracy_dev=f"{100 * on_dev.accuracy:.2f}", accuracy=f"{100 * on_test.accuracy:.2f}",
         nll=f"{on_test.nll:.4f}", ece=f"{100 * on_test.ece:.2f}",

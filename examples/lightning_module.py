@@ -17,9 +17,8 @@ import tempfile
 import lightning as L
 import torch
 import torch.nn.functional as F
+from digits import convolutions, digits
 from lightning.pytorch.strategies import ModelParallelStrategy
-from sklearn.datasets import load_digits
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,24 +28,11 @@ from fastdp.lightning import DPCallback, stream
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 48
 
 
-def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 8x8 images to train on, 360 to validate."""
-    data = load_digits()
-    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test])
-
-
 class Digits(L.LightningModule):
     def __init__(self, noise_multiplier: float, steps: int, manual: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
-            nn.Flatten(), nn.Linear(512, 10),
-        )  # fmt: skip
+        self.net = convolutions()
         self.noise_multiplier, self.steps = noise_multiplier, steps
         self.automatic_optimization = not manual
 
@@ -101,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     epochs = 3 if options.quick else 30
-    train, test = digits()
+    train, *test = digits()
     loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
     steps = epochs * loader.steps_per_epoch
     sigma = fastdp.noise_multiplier_for(
@@ -118,7 +104,7 @@ def main() -> None:
             default_root_dir=folder, enable_model_summary=False, enable_progress_bar=False,
             callbacks=[DPCallback(delta=DELTA, target_epsilon=options.epsilon)],
         )  # fmt: skip
-        trainer.fit(module, stream(loader), DataLoader(test, batch_size=120))
+        trainer.fit(module, stream(loader), DataLoader(TensorDataset(*test), batch_size=120))
     seen = trainer.callback_metrics
     if trainer.is_global_zero:
         print(f"accuracy {seen['accuracy']:.3f}, epsilon {seen['epsilon']:.2f} at delta {DELTA}, ", end="")

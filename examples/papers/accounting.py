@@ -40,16 +40,16 @@ CLAIMS = (
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Write a row for each setting and accountant; returns them."""
     options = common.parser(__doc__ or "", "accounting").parse_args(arguments)
-    every: list[common.Row] = []
-    for claim in CLAIMS:
+    claims = {claim.case: claim for claim in CLAIMS}
+
+    def run(name: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
+        claim = claims[name]
         steps = int(claim.epochs * claim.records / claim.batch)
         found = common.epsilons(claim.sigma, claim.batch / claim.records, steps, DELTA)
-        setting = dict(train_records=claim.records, epochs=claim.epochs, steps=steps, batch=claim.batch)
-        every += common.rows(options, "accounting", claim.case, "full", "", found, sigma=claim.sigma, delta=DELTA,
-                             **setting)  # fmt: skip
-        print(f"{claim.case}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
-    common.write(options.out, every)
-    return every
+        tell("full", found, {"train_records": claim.records, "epochs": claim.epochs, "steps": steps,
+                             "batch": claim.batch, "sigma": claim.sigma, "delta": DELTA})  # fmt: skip
+
+    return common.drive(options, "accounting", {name: claim._asdict() for name, claim in claims.items()}, run)
 
 
 if __name__ == "__main__":

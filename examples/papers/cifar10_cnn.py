@@ -69,7 +69,7 @@ SETTING = Setting("CIFAR-10 CNN", network, common.cifar10, CASES, 250, 60, 1.3, 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Run what the command line asks for; returns the rows written."""
-    return classify.main(SETTING, classify.options_of(__doc__ or "", "cifar10_cnn", SETTING, arguments))
+    return classify.main(SETTING, __doc__ or "", "cifar10_cnn", arguments)
 
 
 if __name__ == "__main__":

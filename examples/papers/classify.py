@@ -6,20 +6,17 @@ noise and the same epsilon, a small clipping norm R or a large one; local clippi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from torch import Tensor, nn
 
 import fastdp
-from examples.papers import common, confidence, resume
+from examples.papers import common, confidence
+from examples.papers.training import Run, loader, logits_of, test_metrics, train
 from fastdp.audit.membership import membership_inference
-from fastdp.calibration import Calibration, calibration
 
 
 class Case(NamedTuple):
@@ -67,8 +64,8 @@ class Setting(NamedTuple):
 
 def options_of(description: str, stem: str, setting: Setting, arguments: Sequence[str] | None) -> Any:
     """Parse the command line of a script; exits with a message on cases that there are not."""
-    made = common.parser(description, stem)
-    resume.add(made, f"all cases, with {setting.seeds} seed(s) each unless --seeds says more")
+    full = f"all cases, with {setting.seeds} seed(s) each unless --seeds says more"
+    made = common.parser(description, stem, full, draw=True)
     made.add_argument("--cases", nargs="+", metavar="CASE",
                       help=f"of: {'; '.join(case.name for case in setting.cases)}. Default: those of the paper's main "
                       f"figures; with --full all")  # fmt: skip
@@ -79,33 +76,13 @@ def options_of(description: str, stem: str, setting: Setting, arguments: Sequenc
     made.add_argument("--records", type=int, help="train on so many records only")
     made.add_argument("--test-records", type=int, help="test on so many only")
     made.add_argument("--every", type=int, default=0, metavar="N", help="write rows after each N epochs, too")
-    made.add_argument("--draw", action="store_true", help="train nothing: draw the pictures of the rows in --out")
     options = made.parse_args(arguments)
     names = [case.name for case in setting.cases]
     if unknown := [name for name in options.cases or () if name not in names]:
         made.error(f"no case {', '.join(map(repr, unknown))}; there are: {'; '.join(names)}")
-    for name in ("epochs", "records", "test_records"):
-        if getattr(options, name) is not None and not getattr(options, name) > 0:
-            made.error(f"--{name.replace('_', '-')} must be positive")
-    if options.every < 0:
-        made.error("--every must be 0 (never) or more")
-    if options.draw and options.plots is None:
-        made.error("--draw needs --plots DIR, to draw into")
-    resume.check(made, options)
     options.cases = options.cases or [case.name for case in setting.cases if options.full or not case.more]
     options.seeds = max(options.seeds, setting.seeds) if options.full else options.seeds
     return options
-
-
-class Found(NamedTuple):
-    """What a run came to: the setting's columns of its rows, metrics, calibration on the test set and the logits that
-    it is of; done: it is over."""
-
-    columns: dict[str, Any]
-    metrics: dict[str, float]
-    calibration: Calibration
-    logits: torch.Tensor
-    done: bool
 
 
 def style_of(case: Case, model: nn.Module) -> Any:
@@ -117,125 +94,61 @@ def style_of(case: Case, model: nn.Module) -> Any:
             for name, p in model.named_parameters()]  # fmt: skip
 
 
-class Training:
-    """One run, on from a checkpoint of it if there is one.
+class Plan(NamedTuple):
+    """What a case comes to on this data: its steps are those of the paper's accounting, epochs * records / batch,
+    rounded down. With --same-epsilon the noise is that which costs the paper's epsilon in these steps."""
 
-    The number of steps is that of the paper's accounting: epochs * records / batch, rounded down. With --same-epsilon
-    the noise is that which costs the paper's epsilon in these steps, not the paper's.
-    """
+    case: Case
+    batch: int
+    steps: int
+    sigma: float
 
-    def __init__(self, case: Case, setting: Setting, data: common.Images, seed: int, epochs: float, options: Any
-                 ) -> None:  # fmt: skip
-        self.case, self.setting, self.seed = case, setting, seed
-        self.every, self.text = options.every, f"{case.name}, seed {seed}"
-        self.batch = min(setting.batch, len(data.x) // 2)
-        self.steps = max(1, int(epochs * len(data.x) / self.batch))
-        self.sigma = setting.sigma if case.sigma is None else case.sigma
-        if options.same_epsilon:
-            self.sigma = fastdp.noise_multiplier_for(
-                target_epsilon=setting.epsilon, delta=setting.delta, steps=self.steps,
-                sample_rate=self.batch / len(data.x), accountant="gdp",
-            )  # fmt: skip
-        # longer runs go on from shorter ones, so the number of steps is not in it
-        mark = {**case._asdict(), "epochs": None, "batch": self.batch, "sigma": self.sigma, "records": len(data.x),
-                "experiment": setting.experiment}  # fmt: skip
-        self.kept = resume.Checkpoint(options, f"{setting.experiment}_{self.text}", mark)
-        self.state = self.kept.load() or {"steps": 0, "seconds": 0.0, "counts": (0, 0), "losses": []}
-        self.device, self.data = options.device, data
-
-    @property
-    def over(self) -> bool:
-        """Whether this run is done, and its rows of these test images are written."""
-        tested = self.state.get("tested", len(self.data.x_test))
-        return self.kept.done and self.state["steps"] == self.steps and tested == len(self.data.x_test)
-
-    @property
-    def beyond(self) -> bool:
-        """Whether what is kept has gone further than was asked for."""
-        return int(self.state["steps"]) > self.steps
-
-    def run(self, tell: Callable[[Found], object]) -> None:
-        """Train to the end. tell: called with what was found then, and after each `every` passes (0: none)."""
-        torch.manual_seed(self.seed)
-        case, begun = self.case, int(self.state["steps"])
-        self.x, self.y, self.x_test, self.y_test = (t.to(self.device) for t in self.data[:4])
-        if case.scale != 1:
-            self.x, self.x_test = self.x * case.scale, self.x_test * case.scale
-        # channels last: on a CPU the MNIST CNN's step takes 26 ms, not 43
-        self.model = self.setting.network().to(self.device, memory_format=torch.channels_last)
-        self.batches = common.loader(self.x, self.y, self.batch, None if case.private else 1000 * begun + self.seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=case.lr, momentum=case.momentum)
-        if case.private:
-            assert case.R is not None
-            fastdp.privatize(self.optimizer, self.model, noise_multiplier=self.sigma, max_grad_norm=case.R,
-                             clipping=case.clipping, style=style_of(case, self.model), accountant="gdp")  # fmt: skip
-        if begun:
-            resume.take_up(self.state, self.model, self.optimizer)
-        if begun < self.steps:
-            common.train(self.model, self.optimizer, self.batches, steps=self.steps - begun, text=self.text,
-                         so_far=lambda until: self._so_far(self._whole(until), tell))  # fmt: skip
-        else:  # it had ended, but its rows were not written
-            self._so_far(self._whole(common.Run(0, 0.0, 0.0, None, [])), tell)
-        if isinstance(self.optimizer, fastdp.PrivateOptimizer):
-            self.optimizer.detach()
-
-    def _whole(self, part: common.Run) -> common.Run:
-        """With what was before the checkpoint."""
-        over, of = (a + b for a, b in zip(self.state["counts"], part.counts, strict=True))
-        steps = self.state["steps"] + part.steps
-        return common.Run(steps, steps * self.batch / len(self.data.x), self.state["seconds"] + part.seconds,
-                          over / max(of, 1), [*self.state["losses"], *part.losses], (over, of))  # fmt: skip
-
-    def _so_far(self, until: common.Run, tell: Callable[[Found], object]) -> None:
-        done = until.steps == self.steps
-        state = resume.state_of(self.model, self.optimizer, steps=until.steps, seconds=until.seconds,
-                                counts=until.counts, losses=until.losses, tested=len(self.data.x_test))  # fmt: skip
-        if done or (self.every and len(until.losses) % self.every == 0):
-            self.kept.keep(state)  # before its rows: where this ends between the two, they are written of the same run
-            tell(self._found(until, done))
-        if done:
-            self.kept.finish(state)
-        else:
-            self.kept.save(state)
-
-    def _found(self, until: common.Run, done: bool) -> Found:
-        case, setting, rate = self.case, self.setting, self.batches.sample_rate
-        columns: dict[str, Any] = {
-            "train_records": len(self.x), "epochs": round(until.epochs, 2), "steps": until.steps, "batch": self.batch,
-            "lr": case.lr, "seconds": round(until.seconds, 1),
-        }  # fmt: skip
-        logits = common.logits_of(self.model, self.x_test).cpu()
-        found = calibration(logits, self.data.y_test)
-        metrics = {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece, "mce": found.mce,
-                   "train_loss": until.losses[-1]}  # fmt: skip
-        if isinstance(self.optimizer, fastdp.PrivateOptimizer):
-            metrics |= common.epsilons(self.sigma, rate, until.steps, setting.delta)
-            spent = self.optimizer.epsilon(setting.delta)
-            if self.sigma and abs(spent - metrics["epsilon_gdp"]) > 1e-9:
-                raise AssertionError(f"the optimizer counts epsilon {spent}, not {metrics['epsilon_gdp']}")
-            metrics["dropped" if case.clipping == "global" else "clipped"] = until.clipped or 0.0
-            both = f"{case.R:g}, biases {case.R_bias:g}" if case.R_bias else case.R
-            columns |= {"sigma": self.sigma, "epsilon": spent, "delta": setting.delta, "accountant": "gdp", "R": both,
-                        "clipping": case.clipping, "style": case.style}  # fmt: skip
-        if done and setting.membership:
-            metrics |= self.attack(logits)
-        return Found(columns, metrics, found, logits, done)
-
-    def attack(self, logits: torch.Tensor) -> dict[str, float]:
-        """AUC of the paper's attacker, who sees logits and labels of members and of others, over all classes and by
-        class; and of one who sees the loss, too."""
-        members = common.logits_of(self.model, self.x).cpu(), self.data.y
-        others = logits, self.data.y_test
-        found = membership_inference(*members, *others, bootstrap=1)
-        seeing = membership_inference(*members, *others, bootstrap=1, with_loss=True)
-        by_class = {f"membership_auc, class {label}": auc.value for label, auc in found.by_class.items()}
-        return {"membership_auc": found.overall.value, "membership_auc, with the loss": seeing.overall.value} | by_class
+    @staticmethod
+    def of(case: Case, setting: Setting, records: int, epochs: float, same_epsilon: bool) -> Plan:
+        batch = min(setting.batch, records // 2)
+        steps = max(1, int((case.epochs or epochs) * records / batch))
+        sigma = setting.sigma if case.sigma is None else case.sigma
+        if same_epsilon:
+            sigma = fastdp.noise_multiplier_for(target_epsilon=setting.epsilon, delta=setting.delta, steps=steps,
+                                                sample_rate=batch / records, accountant="gdp")  # fmt: skip
+        return Plan(case, batch, steps, sigma)
 
 
-def main(setting: Setting, options: Any) -> list[common.Row]:
+def attack(model: nn.Module, x: Tensor, y: Tensor, logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """AUC of the paper's attacker, who sees logits and labels of members and of others, over all classes and by
+    class; and of one who sees the loss, too."""
+    members = logits_of(model, x).cpu(), y
+    found = membership_inference(*members, logits, labels, bootstrap=1)
+    seeing = membership_inference(*members, logits, labels, bootstrap=1, with_loss=True)
+    by_class = {f"membership_auc, class {label}": auc.value for label, auc in found.by_class.items()}
+    return {"membership_auc": found.overall.value, "membership_auc, with the loss": seeing.overall.value} | by_class
+
+
+def measured(plan: Plan, setting: Setting, optimizer: Any, until: Run, rate: float
+             ) -> tuple[dict[str, float], dict[str, Any]]:  # fmt: skip
+    """Metrics of the training until now, and the setting's columns of its rows."""
+    case = plan.case
+    columns: dict[str, Any] = {"epochs": round(until.epochs, 2), "steps": until.steps, "batch": plan.batch,
+                               "lr": case.lr, "seconds": round(until.seconds, 1)}  # fmt: skip
+    metrics = {"train_loss": until.losses[-1]}
+    if case.private:
+        metrics |= common.epsilons(plan.sigma, rate, until.steps, setting.delta)
+        spent = optimizer.epsilon(setting.delta)
+        if plan.sigma and abs(spent - metrics["epsilon_gdp"]) > 1e-9:
+            raise AssertionError(f"the optimizer counts epsilon {spent}, not {metrics['epsilon_gdp']}")
+        metrics["dropped" if case.clipping == "global" else "clipped"] = until.clipped or 0.0
+        both = f"{case.R:g}, biases {case.R_bias:g}" if case.R_bias else case.R
+        columns |= {"sigma": plan.sigma, "epsilon": spent, "delta": setting.delta, "accountant": "gdp", "R": both,
+                    "clipping": case.clipping, "style": case.style}  # fmt: skip
+    return metrics, columns
+
+
+def main(setting: Setting, description: str, stem: str, arguments: Sequence[str] | None) -> list[common.Row]:
     """Run every case with every seed, write rows and pictures, print what was found; returns the rows."""
-    cases = [case for case in setting.cases if case.name in options.cases]
-    drawn = [case.name for case in cases if not case.more] or options.cases  # dozens would not fit a picture
+    options = options_of(description, stem, setting, arguments)
+    cases = {case.name: case for case in setting.cases if case.name in options.cases}
+    shown = [name for name, case in cases.items() if not case.more] or options.cases  # dozens would not fit a picture
+    drawn = {name: name for name in shown}
     if options.draw:
         confidence.draw(options, drawn, options.out.stem)
         return []
@@ -244,34 +157,41 @@ def main(setting: Setting, options: Any) -> list[common.Row]:
     full = epochs == setting.epochs and options.records is None and options.test_records is None
     print(f"{data.name}: {len(data.x):,} to train on, {len(data.x_test):,} to test; batch {setting.batch}, "
           f"{epochs:g} epochs", flush=True)  # fmt: skip
-    all_rows: list[common.Row] = []
-    for seed in common.seeds(options):
-        for case in cases:
+    plans = {name: Plan.of(case, setting, len(data.x), epochs, options.same_epsilon) for name, case in cases.items()}
 
-            def tell(found: Found, case: Case = case, seed: int = seed) -> None:
-                mode = "quick" if options.quick else "full" if full and found.done else "short"
-                rows = common.rows(options, setting.experiment, case.name, mode, seed, found.metrics, **found.columns)
-                common.write(options.out, rows)
-                run = confidence.Run(setting.experiment, case.name, mode, seed)
-                confidence.keep(options.out, run, found.calibration, found.logits, data.y_test)
-                all_rows.extend(rows)
-                told = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items())
-                print(f"{case.name}, seed {seed}, {found.columns['epochs']:g} epochs: {told}; "
-                      f"{found.columns['seconds']:.0f} s", flush=True)  # fmt: skip
+    def run(name: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
+        torch.manual_seed(seed)
+        plan, case = plans[name], cases[name]
+        x, y, x_test = (t.to(options.device) for t in data[:3])
+        x, x_test = x * case.scale, x_test * case.scale
+        # channels last: on a CPU the MNIST CNN's step takes 26 ms, not 43
+        model = setting.network().to(options.device, memory_format=torch.channels_last)
+        begun = kept.state.get("steps", 0)
+        batches = loader(x, y, plan.batch, None if case.private else 1000 * begun + seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum)
+        if case.private:
+            fastdp.privatize(optimizer, model, noise_multiplier=plan.sigma, max_grad_norm=case.R or 0.0,
+                             clipping=case.clipping, style=style_of(case, model), accountant="gdp")  # fmt: skip
 
-            training = Training(case, setting, data, seed, case.epochs or epochs, options)
-            if training.over:
-                print(f"{case.name}, seed {seed}: done before", flush=True)
-                continue
-            if training.beyond:
-                print(f"{case.name}, seed {seed}: --checkpoints has it after {training.state['steps']:,} steps, and "
-                      f"these are {training.steps:,}: another folder begins anew", flush=True)  # fmt: skip
-                continue
-            try:
-                training.run(tell)
-            except resume.Stopped:
-                print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
-                return all_rows
+        def so_far(until: Run) -> None:
+            done = until.steps == plan.steps
+            if not done and not (options.every and len(until.losses) % options.every == 0):
+                return
+            logits = logits_of(model, x_test).cpu()
+            metrics, columns = measured(plan, setting, optimizer, until, batches.sample_rate)
+            metrics = test_metrics(logits, data.y_test) | metrics
+            if done and setting.membership:
+                metrics |= attack(model, x, data.y, logits, data.y_test)
+            mode = "quick" if options.quick else "full" if full and done else "short"
+            tell(mode, metrics, columns | {"train_records": len(x)}, logits, data.y_test)
+
+        train(model, optimizer, batches, steps=plan.steps, text=f"{name}, seed {seed}", kept=kept, so_far=so_far)
+        if isinstance(optimizer, fastdp.PrivateOptimizer):
+            optimizer.detach()
+
+    marks = {name: {**plan.case._asdict(), **plan._asdict(), "case": name, "records": len(data.x),
+                    "tested": len(data.x_test)} for name, plan in plans.items()}  # fmt: skip
+    rows = common.drive(options, setting.experiment, marks, run)
     if options.plots is not None:
         confidence.draw(options, drawn, options.out.stem, "quick" if options.quick else None)
-    return all_rows
+    return rows

@@ -1,9 +1,12 @@
-"""What the experiments of docs/papers.md share: options, data, one training loop, test metrics, rows of results.
+"""The driver of the experiments of docs/papers.md: options, checkpoints, one training loop, rows of results.
 
 A script begins so (another examples/common.py exists, so this one goes by its full name):
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
     from examples.papers import common
+
+An experiment is its cases by name, each with all that its outcome depends on, and a function that makes one run:
+`drive` runs every case with every seed, goes on from checkpoints, and writes rows.
 
 The seed of a run draws its weights (and its batches, where nothing is private). Private sampling and noise are drawn
 from the operating system, always, so that a run's epsilon holds; the last digits of a private run cannot be repeated.
@@ -16,31 +19,27 @@ import csv
 import datetime
 import io
 import math
-import os
+import re
 import shlex
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples run from a checkout, where benchmarks/ is
 
-import fastdp
 from benchmarks.timing import commit
 from examples.papers.images import Images, cifar10, fashion_mnist, mnist, need, subset  # noqa: F401  for the scripts
 from fastdp.accounting import ACCOUNTANTS, epsilon_of
-from fastdp.calibration import calibration
-from fastdp.sampling import current
-from fastdp.utils.progress_bar import Bar
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = commit()  # of the code that runs: hours later the checkout may be at another
+BEGUN = time.monotonic()
 MODES = ("quick", "short", "full")  # two minutes; less than the paper's setting, as the row says; the paper's
 COLUMNS = (
     "experiment", "case", "mode", "seed", "metric", "value", "train_records", "epochs", "steps", "batch", "sigma",
@@ -55,7 +54,7 @@ Row = dict[str, Any]
 
 class Parser(argparse.ArgumentParser):
     """Adds `command`, as a reader would type it, and the names of what is `changed` from its default to what it parses;
-    refuses counts below one."""
+    refuses what does not go together."""
 
     stem = "experiment"
 
@@ -64,6 +63,17 @@ class Parser(argparse.ArgumentParser):
         found = super().parse_args(given, namespace)
         if found.seeds < 1 or found.first_seed < 0:
             self.error("--seeds must be 1 or more, and --first-seed 0 or more")
+        for name in ("epochs", "records", "test_records", "steps", "networks"):
+            if getattr(found, name, None) is not None and not getattr(found, name) > 0:
+                self.error(f"--{name.replace('_', '-')} must be positive")
+        if found.minutes is not None and (found.checkpoints is None or not found.minutes > 0):
+            self.error("--minutes must be positive, and needs --checkpoints DIR")
+        if getattr(found, "draw", False) and found.plots is None:
+            self.error("--draw needs --plots DIR, to draw into")
+        try:
+            torch.empty(1, device=found.device)
+        except (RuntimeError, AssertionError) as error:  # torch raises either, by its build
+            self.error(f"--device {found.device}: {str(error).splitlines()[0]}")
         found.command = command_of(self.stem, given)
         found.changed = {
             a.dest for a in self._actions if hasattr(found, a.dest) and getattr(found, a.dest) != a.default
@@ -71,13 +81,14 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def parser(description: str, stem: str | None = None) -> Parser:
-    """The options that all experiments have: --data --quick --seeds --first-seed --out --plots.
+def parser(description: str, stem: str, full: str = "", draw: bool = False) -> Parser:
+    """The options that all experiments have.
 
-    Args: description, of which the first line is shown; stem of the file names (default: of the script that calls).
+    full: what --full runs, of an experiment whose runs are long: it goes on from checkpoints, and runs on a GPU. draw:
+    whether it draws the rows that are there.
     """
     made = Parser(description=description.strip().splitlines()[0], conflict_handler="resolve")
-    made.stem = stem or Path(sys._getframe(1).f_code.co_filename).stem
+    made.stem = stem
     made.add_argument("--data", type=Path, help="the folder with the data (without it, a message says where to get it)")
     made.add_argument("--quick", action="store_true", help="about two minutes on two CPU cores; a smaller experiment")
     made.add_argument("--seeds", type=int, default=1, help="how many runs of each case")
@@ -85,19 +96,31 @@ def parser(description: str, stem: str | None = None) -> Parser:
     made.add_argument("--out", type=Path, default=ROOT / "benchmarks/data" / f"papers_{made.stem}.csv",
                       help="rows of results are added to this CSV file")  # fmt: skip
     made.add_argument("--plots", type=Path, help="write pictures (PNG) into this folder; needs matplotlib")
+    made.set_defaults(device="cpu", checkpoints=None, minutes=None, full=False)
+    if full:
+        made.add_argument("--full", action="store_true", help=full)
+        made.add_argument("--device", default="cpu", help="of torch, such as cuda; data and models lie there")
+        made.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep each run in this folder, go on with "
+                          "what is there, and leave out what is done")  # fmt: skip
+        made.add_argument(
+            "--minutes", type=float, help="with --checkpoints: stop after so long; the same command goes on"
+        )
+    if draw:
+        made.add_argument("--draw", action="store_true", help="train nothing: draw the pictures of the rows in --out")
     return made
 
 
 def command_of(stem: str, given: Sequence[str]) -> str:
-    """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache DIR; no --out, --plots
+    """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache FILE; no --out, --plots
     and --minutes."""
+    kinds = {"--data": "DIR", "--checkpoints": "DIR", "--cache": "FILE", "--cells": "FILE"}
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
-        if name in ("--data", "--checkpoints", "--cache", "--out", "--plots", "--minutes"):
+        if name in (*kinds, "--out", "--plots", "--minutes"):
             if not value and rest:
                 rest.pop(0)
-            words += [f"{name} DIR"] if name in ("--data", "--checkpoints", "--cache") else []
+            words += [f"{name} {kinds[name]}"] if name in kinds else []
         else:
             words.append(shlex.quote(f"{name}={value}" if value else name))
     return " ".join(words)
@@ -155,164 +178,97 @@ def _plain(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-# ---------------------------------------------------------------------- training
+# ---------------------------------------------------------------------- checkpoints
 
 
-class Rows(Dataset[tuple[Tensor, ...]]):
-    """Tensors of the same length as a data set that gives a batch at once; for `loader`."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        if len({len(t) for t in tensors}) != 1:
-            raise ValueError(f"tensors of different lengths: {', '.join(str(len(t)) for t in tensors)}")
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(t[index] for t in self.tensors)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        chosen = torch.tensor(indices, dtype=torch.long)
-        return tuple(t[chosen] for t in self.tensors)
+class Stopped(Exception):
+    """The time that was given is over; the state is kept."""
 
 
-def _as_it_is(batch: Any) -> Any:
-    """What Rows gave; one record of it in a list is a batch of one (to take no rows of)."""
-    return tuple(t.unsqueeze(0) for t in batch[0]) if isinstance(batch, list) else batch
+class Checkpoint:
+    """The file of one run of --checkpoints, or nothing.
+
+    A checkpoint is of one run in one setting, which its file's name stands for: other settings never take it up. The
+    keys of private sampling and noise are not in it. They are drawn anew, which costs no privacy: the steps before are
+    in the accountant's history, and that is part of the optimizer's state.
+
+    Args: options of `parser`; name of the run; setting: all that its outcome depends on, of plain values.
+    """
+
+    def __init__(self, options: Any, name: str, setting: Mapping[str, Any]) -> None:
+        mark = f"{zlib.crc32(repr(sorted(setting.items())).encode()):08x}"
+        folder, plain = options.checkpoints, re.sub(r"[^\w.=-]+", "_", name)
+        self.path = None if folder is None else folder / f"{plain}_{mark}.pt"
+        self._until = float("inf") if options.minutes is None else BEGUN + 60 * options.minutes
+        self.state: dict[str, Any] = {}  # what was kept last
+        if self.path is not None and self.path.exists():
+            self.state = torch.load(self.path, map_location=options.device, weights_only=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run ended, and its rows were written."""
+        return bool(self.state.get("done"))
+
+    def over(self) -> bool:
+        """Whether the time that was given is."""
+        return self.path is not None and time.monotonic() > self._until
+
+    def keep(self, **state: Any) -> None:
+        """Keep plain values and tensors, all or nothing; with done=True: the run is over, and its rows are written."""
+        self.state = self.state | state
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new = self.path.with_suffix(".new")
+            torch.save(self.state, new)
+            new.replace(self.path)
 
 
-def loader(
-    x: Tensor, y: Tensor, batch: float, seed: int | None = None, **options: Any
-) -> fastdp.sampling.PoissonLoader:
-    """A Poisson loader of (x, y), fetched a batch at a time. seed: only where nothing is private."""
-    return fastdp.poisson_loader(Rows(x, y), expected_batch_size=batch, seed=seed, collate_fn=_as_it_is, **options)
+Tell = Callable[..., None]
 
 
-class Run(NamedTuple):
-    """What training was: logical steps and passes done, seconds; the share of gradients longer than R (of samples, by
-    groups where clipping is; None without privacy); mean training loss of each pass; how many gradients were longer,
-    and of how many."""
-
-    steps: int
-    epochs: float
-    seconds: float
-    clipped: float | None
-    losses: list[float]
-    counts: tuple[int, int] = (0, 0)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss: Any = F.cross_entropy, *,
-          steps: int, forward: Callable[[nn.Module, Any], Tensor] | None = None,
-          before: Callable[[int], object] | None = None, after_pass: Callable[[int], object] | None = None,
-          so_far: Callable[[Run], object] | None = None, text: str = "", lines: bool = True) -> Run:  # fmt: skip
-    """One loop for private and other optimizers, in place.
+def drive(options: Any, experiment: str, cases: Mapping[str, Mapping[str, Any]],
+          run: Callable[[str, int, Checkpoint, Tell], object],
+          seen: Callable[[str, Checkpoint], object] | None = None) -> list[Row]:  # fmt: skip
+    """Run every case with every seed, write rows and bins of confidence, print a line for each; returns the rows.
 
     Args:
-        batches: a Poisson loader; passes over it until `steps` logical batches are done.
-        loss: loss(logits, labels) -> mean of the batch; its attribute `epoch`, if it has one, is set before each step.
-        forward: forward(model, batch) -> mean loss, in the place of loss(model(*inputs), labels) on (*inputs, labels).
-        before: called with the number of logical steps done before each of them (schedules).
-        after_pass: called with the number of passes done after each; so_far: with the Run until then.
-        lines: print a line a pass where no one watches a progress bar.
-
-    Raises ValueError for steps < 1, FloatingPointError where the weights are no longer finite at the end of a pass.
+        cases: by name, with all that a run's outcome depends on; what `options.checkpoints` holds of it is not done
+            again.
+        run: run(name, seed, kept, tell) makes one run; tell(mode, metrics, columns, logits=, labels=, case=) writes.
+        seen: called with the name and the checkpoint of each run that is over, now or before.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be 1 or more, not {steps}")
-    private = hasattr(optimizer, "noise_multiplier")
-    done, begun, over, all_norms = 0, -1, 0, 0
-    losses: list[float] = []
-    bar = Bar(steps)
-    start = time.perf_counter()
-    model.train()
-    while done < steps:
-        total, count = 0.0, 0
-        for batch in batches:
-            if begun < done:  # the first physical batch of a logical one
-                begun = done
-                if before is not None:
-                    before(done)
-                if hasattr(loss, "epoch"):
-                    loss.epoch = done / batches.steps_per_epoch
-            size, place = len(batch[-1]) if not isinstance(batch, Mapping) else 1, current(id(batches))
-            if private or size:
-                value = forward(model, batch) if forward is not None else loss(model(*batch[:-1]), batch[-1])
-                value.backward()
-                if private:
-                    more, of = _beyond(optimizer)
-                    over, all_norms = over + more, all_norms + of
-                optimizer.step()
-                optimizer.zero_grad()
-                if size:
-                    total, count = total + float(value.detach()) * size, count + size
-            if place is not None and not place.final:
-                continue
-            done += 1
-            bar.at(done, text)
-            if done == steps:
-                break
-        losses.append(total / max(count, 1))
-        if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
-            raise FloatingPointError(f"{text or 'training'}: weights are not finite after {done} steps: a smaller lr")
-        if lines and not sys.stderr.isatty():
-            spent = time.perf_counter() - start
-            print(f"  {text}: step {done} of {steps}, training loss {losses[-1]:.4f}, {spent:.0f} s", flush=True)
-        share = over / max(all_norms, 1) if private else None
-        run = Run(done, done / batches.steps_per_epoch, time.perf_counter() - start, share, list(losses),
-                  (over, all_norms))  # fmt: skip
-        if after_pass is not None:
-            after_pass(len(losses))
-        if so_far is not None:
-            so_far(run)
-    return run
+    from examples.papers import confidence
 
+    written: list[Row] = []
+    for seed in seeds(options):
+        for name, setting in cases.items():
 
-def _beyond(optimizer: Any) -> tuple[int, int]:
-    """How many per-sample norms of the last backward are larger than their R, and of how many."""
-    norms = optimizer.norms
-    if isinstance(norms, Tensor):
-        return int((norms > optimizer.max_grad_norm).sum()), norms.numel()
-    groups = {group.name: group.max_grad_norm for group in optimizer._privacy.clipping.groups}
-    return sum(int((n > groups[name]).sum()) for name, n in norms.items()), sum(n.numel() for n in norms.values())
+            def tell(mode: str, metrics: Mapping[str, float], columns: Mapping[str, Any], logits: Tensor | None = None,
+                     labels: Tensor | None = None, case: str = name, seed: int = seed) -> None:  # fmt: skip
+                found = rows(options, experiment, case, mode, seed, metrics, **columns)
+                write(options.out, found)
+                written.extend(found)
+                if logits is not None and labels is not None:
+                    confidence.keep(options.out, confidence.Run(experiment, case, mode, seed), logits, labels)
+                told = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+                print(f"{case}, seed {seed}, {columns.get('epochs', '')} epochs: {told}", flush=True)
 
-
-# ---------------------------------------------------------------------- what came of it
-
-
-def logits_of(model: nn.Module, x: Tensor, batch: int = 500) -> Tensor:
-    """model(x) in evaluation mode, without gradients; the model is left in the mode it had."""
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        found = torch.cat([model(part) for part in x.split(batch)])
-    model.train(training)
-    return found
-
-
-def test_metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
-    """accuracy, ece, mce (shares from 0 to 1) and nll (nats) of logits [N, C]."""
-    found = calibration(logits, labels, bins)
-    return {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece, "mce": found.mce}
-
-
-test_metrics.__test__ = False  # type: ignore[attr-defined]  # pytest: a function of the scripts
+            kept = Checkpoint(options, f"{experiment}_{name}, seed {seed}", {**setting, "experiment": experiment})
+            if kept.done:
+                print(f"{name}, seed {seed}: done before", flush=True)
+            else:
+                try:
+                    run(name, seed, kept, tell)
+                except Stopped:
+                    print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
+                    return written
+                kept.keep(done=True)
+            if seen is not None:
+                seen(name, kept)
+    return written
 
 
 def epsilons(sigma: float, sample_rate: float, steps: int, delta: float) -> dict[str, float]:
     """{"epsilon_prv", "epsilon_rdp", "epsilon_gdp"} of so many steps; infinite without noise."""
     history: list[tuple[float, float | None, int]] = [(sigma, sample_rate, steps)]
     return {f"epsilon_{name}": epsilon_of(history, delta, name) if sigma else math.inf for name in ACCOUNTANTS}
-
-
-def picture(options: Any, name: str) -> Path | None:
-    """Where to write the picture NAME.png, if --plots was given and matplotlib is here; else None (and why)."""
-    if options.plots is None:
-        return None
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print("no pictures: they need matplotlib (pip install 'fastdp[demo]')", file=sys.stderr)
-        return None
-    os.makedirs(options.plots, exist_ok=True)
-    return Path(options.plots) / f"{name}.png"

@@ -7,8 +7,6 @@ A run keeps two files beside its rows: `<stem>_bins.csv`, bins of the confidence
 
 from __future__ import annotations
 
-import csv
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from benchmarks.tables import read_rows
+from benchmarks.timing import append
 from examples.papers import common
-from fastdp.calibration import Calibration, reliability_diagram
+from examples.papers.pictures import bars, picture
+from fastdp.calibration import Calibration, calibration, reliability_diagram
 
-BINS = ("experiment", "case", "mode", "seed", "bin", "count", "confidence", "accuracy", "nll", "ece", "commit")
 TRUTH = ("experiment", "case", "mode", "seed", "bin", "count", "commit")
+BINS = (*TRUTH[:-1], "confidence", "accuracy", "nll", "ece", "commit")
 WIDTH = 20  # bins of the true class's probability
 
 
@@ -40,15 +39,17 @@ def beside(out: Path, kind: str = "bins") -> Path:
     return out.with_name(f"{out.stem}_{kind}.csv")
 
 
-def keep(out: Path, run: Run, found: Calibration, logits: Tensor, labels: Tensor) -> None:
+def keep(out: Path, run: Run, logits: Tensor, labels: Tensor) -> None:
     """Add a run's bins to both files beside `out`."""
+    found, base = calibration(logits, labels), {**run._asdict(), "commit": common.COMMIT}
     rows = []
     for number, count in enumerate(found.bin_count.tolist()):
-        values = [found.bin_confidence[number], found.bin_accuracy[number], found.nll, found.ece]
-        rows.append([*run, number, count, *(f"{float(value):.6g}" for value in values), common.COMMIT])
-    _append(beside(out), BINS, rows)
+        values = {"confidence": found.bin_confidence[number], "accuracy": found.bin_accuracy[number],
+                  "nll": found.nll, "ece": found.ece}  # fmt: skip
+        rows.append({**base, "bin": number, "count": count, **{k: f"{float(v):.6g}" for k, v in values.items()}})
+    append(beside(out), rows, BINS)
     truth = enumerate(truth_bins(logits, labels).tolist())
-    _append(beside(out, "truth_bins"), TRUTH, [[*run, number, count, common.COMMIT] for number, count in truth])
+    append(beside(out, "truth_bins"), [{**base, "bin": number, "count": count} for number, count in truth], TRUTH)
 
 
 def truth_bins(logits: Tensor, labels: Tensor) -> Tensor:
@@ -57,22 +58,9 @@ def truth_bins(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.bincount((p * WIDTH).long().clamp(max=WIDTH - 1), minlength=WIDTH)
 
 
-def _append(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(columns)
-        writer.writerows(rows)
-
-
 def _last(path: Path, mode: str | None, cases: Sequence[str]) -> dict[str, list[dict[str, str]]]:
     """Rows of the last run kept of each case; mode None: of the highest mode that the case has."""
-    if not path.exists():
-        return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    found = {}
+    rows, found = read_rows(path), {}
     for case in cases:
         mine = [row for row in rows if row["case"] == case and mode in (None, row["mode"])]
         best = max((row["mode"] for row in mine), key=common.MODES.index, default="")
@@ -96,52 +84,25 @@ def kept(path: Path, mode: str | None, cases: Sequence[str]) -> dict[str, Calibr
     return found
 
 
-# ---------------------------------------------------------------------- pictures
+def draw(options: Any, cases: Mapping[str, str], stem: str, mode: str | None = None) -> None:
+    """Into --plots: reliability diagrams, confidence histograms and the true class's probability.
 
-
-def draw(options: Any, cases: Sequence[str], stem: str, mode: str | None = None,
-         names: Mapping[str, str] | None = None) -> None:  # fmt: skip
-    """Into --plots: reliability diagrams, confidence histograms and, where it was kept, the true class's probability.
-
-    names: of a case in the picture, where it is not its own.
+    cases: their names in the rows, and in the picture.
     """
-    path = common.picture(options, f"{stem}_reliability")
+    path, bins = picture(options, f"{stem}_reliability"), beside(options.out)
     if path is None:
         return
-    bins = beside(options.out)
-    found = kept(bins, mode, cases)
+    found = kept(bins, mode, list(cases))
     if not found:
         raise SystemExit(f"nothing to draw: there are no rows of these cases in {bins}; run without --draw first")
-    named = {(names or {}).get(case, case): one for case, one in found.items()}
+    named = {cases[case]: one for case, one in found.items()}
     reliability_diagram(named, path)
-    print(f"wrote {path}")
-    histograms({name: (one.bin_count, one) for name, one in named.items()}, "confidence in the predicted class",
-               path.with_name(f"{stem}_confidence.png"))  # fmt: skip
-    truth = _last(beside(options.out, "truth_bins"), mode, cases)
+    shares = {}
+    for name, one in named.items():
+        mean = float((one.bin_confidence * one.bin_count).sum() / one.bin_count.sum())
+        shares[name] = (one.bin_count.tolist(), {"mean confidence": mean, "accuracy": one.accuracy})
+    bars(path.with_name(f"{stem}_confidence.png"), shares, "confidence in the predicted class")
+    truth = {cases[case]: ([float(row["count"]) for row in rows], {})
+             for case, rows in _last(beside(options.out, "truth_bins"), mode, list(cases)).items()}  # fmt: skip
     if truth:
-        counts = {(names or {}).get(case, case): (torch.tensor([float(row["count"]) for row in rows]), None)
-                  for case, rows in truth.items()}  # fmt: skip
-        histograms(counts, "probability of the true class", path.with_name(f"{stem}_truth.png"))
-
-
-def histograms(found: Mapping[str, tuple[Tensor, Calibration | None]], what: str, path: Path) -> None:
-    """A histogram a case, side by side: shares of the test set; mean confidence and accuracy as lines where known."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.4 * len(found), 3.2), layout="constrained")
-    every = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
-    for axes, (name, (count, calibration)) in zip(every, found.items(), strict=True):
-        bins, total = len(count), float(count.sum())
-        centres = (torch.arange(bins) + 0.5) / bins
-        axes.bar(centres, count.double() / total, 1 / bins, color="#4477aa", edgecolor="white")
-        if calibration is not None:
-            mean = float((calibration.bin_confidence * count).sum() / total)
-            axes.axvline(mean, color="#bb5566", label=f"mean confidence {100 * mean:.1f} %")
-            right = calibration.accuracy
-            axes.axvline(right, color="black", ls="--", label=f"accuracy {100 * right:.1f} %")
-            axes.legend(frameon=False, fontsize=7, loc="upper left")
-        axes.set(xlim=(0, 1), xlabel=what)
-        axes.set_title(name, fontsize=9)
-    every[0].set(ylabel="share of the test set")
-    figure.savefig(path, dpi=110)
-    print(f"wrote {path}")
+        bars(path.with_name(f"{stem}_truth.png"), truth, "probability of the true class")

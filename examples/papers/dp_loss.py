@@ -12,9 +12,9 @@ cosines, singular values and errors by class of the paper's other figures, too.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
-from examples.papers import common, dp_loss_plots, resume
+from benchmarks.timing import append
+from examples.papers import common, dp_loss_report
 from examples.papers import dp_loss_networks as networks
-from examples.papers import dp_loss_watch as watch
+from examples.papers.training import Run, loader, logits_of, test_metrics, train
 from fastdp.diagnostics import GradientDiagnostics, Report
 from fastdp.losses import DPLoss
 
@@ -88,162 +89,118 @@ def loss_of(name: str, model: nn.Module, setting: Setting) -> Callable[..., Tens
     return DPLoss(model, **{**given, **changed})
 
 
-class Training:
-    """One run, an epoch at a time; what it has seen so far is `state()`, and `load(state)` goes on from there."""
+EPOCHS = (
+    "task", "case", "seed", "epoch", "epochs", "accuracy", "loss", "epsilon_rdp", "epsilon_prv", "cosine", "norm_p10",
+    "norm_median", "norm_p90", "clipped", "weights", "pre_activations", "logits", "commit",
+)  # fmt: skip
+DETAILS = ("task", "case", "seed", "what", "epoch", "i", "j", "value", "commit")
 
-    def __init__(self, task: str, name: str, data: common.Images, setting: Setting, seed: int, device: str = "cpu"
-                 ) -> None:  # fmt: skip
-        torch.manual_seed(seed)
-        self.task, self.name, self.setting, self.seed = task, name, setting, seed
-        self.data = data = common.Images(*(t.to(device) for t in data[:4]), data.name)
-        self.private = name != "non-private"
-        self.model = setting.network().to(device, memory_format=torch.channels_last)  # faster
-        self.loss = loss_of(name, self.model, setting)
-        lr, batch = (setting.lr, setting.batch) if self.private else (ORDINARY[0], min(ORDINARY[1], len(data.x)))
-        self.batches = common.loader(data.x, data.y, batch, None if self.private else seed, max_physical_batch_size=256)
-        self.optimizer: torch.optim.Optimizer
-        if self.private:
-            self.optimizer = fastdp.DPSGD(self.model, lr=lr, momentum=setting.momentum, max_grad_norm=setting.R,
-                                          noise_multiplier=setting.sigma)  # fmt: skip
-        else:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=setting.momentum)
-        self.epoch, self.seconds = 0, 0.0
-        self.epochs: list[dict[str, Any]] = []
-        self.details: list[dict[str, Any]] = []
 
-    def run_epoch(self, looks: bool) -> None:
-        """Train one epoch, and note what the figures show of it. looks: the details, too."""
-        first, begun = looks and self.epoch == 0, time.perf_counter()
-        steps, reports = self.batches.steps_per_epoch, []
-        observer = GradientDiagnostics(self.optimizer, every=1 if first else steps) if self.private else None
+# ---------------------------------------------------------------------- what the figures show of a model
 
-        def before(done: int) -> None:
-            if isinstance(self.loss, DPLoss):
-                self.loss.epoch = float(self.epoch)
-            if first and observer is not None and done:
-                reports.append(observer.report())
 
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:  # hides `epoch`, which common.train would set
-            return self.loss(logits, labels)
+def layer_norms(model: nn.Sequential, x: Tensor) -> dict[str, Any]:
+    """The norm of each layer's weight; means over samples of the norms of each layer's pre-activation and of the
+    logits."""
+    found, seen = [], x
+    with torch.no_grad():
+        for layer in copy.deepcopy(model).eval():  # a copy has no hooks
+            if isinstance(layer, nn.Tanh):
+                found.append(float(seen.flatten(1).norm(dim=1).mean()))
+            seen = layer(seen)
+    weights = [float(p.detach().norm()) for name, p in model.named_parameters() if name.endswith("weight")]
+    return {"weights": weights, "pre_activations": found, "logits": float(seen.norm(dim=1).mean())}
 
-        text = f"{self.task}, {self.name}, seed {self.seed}, epoch {self.epoch + 1}"
-        done = common.train(self.model, self.optimizer, self.batches, loss, steps=steps, before=before, text=text,
-                            lines=False)  # fmt: skip
-        if observer is not None:
-            reports.append(observer.report())
-            observer.remove()
-        self.epoch += 1
-        self.seconds += time.perf_counter() - begun
-        self._note(done, reports[-1] if reports else None)
-        if looks:
-            self._look(reports)
 
-    def _note(self, done: common.Run, report: Report | None) -> None:
-        self.model.eval()
-        accuracy = self.test_metrics()["accuracy"]
-        row: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": done.losses[-1],
-                               "weights": watch.weight_norms(self.model)}  # fmt: skip
-        *row["pre_activations"], row["logits"] = watch.pre_activation_norms(self.model, self.data.x[:LOOKS])
-        if report is not None:
-            steps = self.epoch * self.batches.steps_per_epoch
-            spent = common.epsilons(self.setting.sigma, self.batches.sample_rate, steps, DELTA)
-            row |= {"epsilon_rdp": spent["epsilon_rdp"], "epsilon_prv": spent["epsilon_prv"], "cosine": report.cosine,
-                    "clipped": done.clipped}  # fmt: skip
+def sharpness(model: nn.Module, loss: Callable[[nn.Module], Any], x: Tensor, y: Tensor, rounds: int = 20) -> float:
+    """The largest singular value of the Hessian of the mean loss on (x, y), by power iteration.
+
+    loss: makes the loss of a model (a DPLoss holds on to the model it was made for).
+    """
+    plain = copy.deepcopy(model).eval()
+    of, parameters = loss(plain), list(plain.parameters())
+    gradients = torch.autograd.grad(of(plain(x), y), parameters, create_graph=True)
+    generator = torch.Generator().manual_seed(0)
+    direction = [torch.randn(p.shape, generator=generator).to(p.device) for p in parameters]
+    found = 0.0
+    for _ in range(rounds):
+        length = math.sqrt(sum(float(d.square().sum()) for d in direction))
+        direction = [d / length for d in direction]
+        product = torch.autograd.grad(gradients, parameters, grad_outputs=direction, retain_graph=True)
+        direction = [p.detach() for p in product]
+        found = math.sqrt(sum(float(d.square().sum()) for d in direction))
+    return found
+
+
+class Watch:
+    """What the paper's figures show of a training, noted after each epoch; looks: the details of some epochs, too."""
+
+    def __init__(self, name: str, setting: Setting, data: common.Images, model: Any, optimizer: Any, rate: float,
+                 per_epoch: int, looks: bool) -> None:  # fmt: skip
+        self.name, self.setting, self.data, self.model, self.optimizer = name, setting, data, model, optimizer
+        self.rate, self.per_epoch, self.looks = rate, per_epoch, looks
+        self.loss = loss_of(name, model, setting)
+        self.more: dict[str, list[dict[str, Any]]] = {"epochs": [], "details": []}
+        self.reports: list[Report] = []
+        self.observer: GradientDiagnostics | None = None
+
+    def before(self, done: int) -> None:
+        """Of a step: the loss is told the epoch, counted from 0; the first epoch's steps are looked at each."""
+        epoch, step = divmod(done, self.per_epoch)
+        first = self.looks and epoch == 0
+        if isinstance(self.loss, DPLoss):
+            self.loss.epoch = float(epoch)
+        if step and first and self.observer is not None:
+            self.reports.append(self.observer.report())
+        if step == 0 and self.name != "non-private":
+            self.observer, self.reports = GradientDiagnostics(self.optimizer, every=1 if first else self.per_epoch), []
+
+    def note(self, until: Run) -> None:
+        """After an epoch."""
+        epoch = until.steps // self.per_epoch
+        accuracy = test_metrics(logits_of(self.model, self.data.x_test).cpu(), self.data.y_test.cpu())["accuracy"]
+        row = {"epoch": epoch, "accuracy": accuracy, "loss": until.losses[-1],
+               **layer_norms(self.model, self.data.x[:LOOKS])}  # fmt: skip
+        if self.observer is not None:
+            self.reports.append(report := self.observer.report())
+            self.observer.remove()
+            spent = common.epsilons(self.setting.sigma, self.rate, until.steps, DELTA)
             quantiles = torch.quantile(report.norms.double().cpu(), torch.tensor([0.1, 0.5, 0.9]).double()).tolist()
-            row |= dict(zip(("norm_p10", "norm_median", "norm_p90"), quantiles, strict=True))
-        self.epochs.append(row)
-        self.model.train()
+            row |= {"epsilon_rdp": spent["epsilon_rdp"], "epsilon_prv": spent["epsilon_prv"], "cosine": report.cosine,
+                    "clipped": until.clipped, **dict(zip(("norm_p10", "norm_median", "norm_p90"), quantiles,
+                                                         strict=True))}  # fmt: skip
+        self.more["epochs"].append(row)
+        if self.looks:
+            self._look(epoch)
 
-    def test_metrics(self) -> dict[str, float]:
-        """See `common.test_metrics`."""
-        return common.test_metrics(common.logits_of(self.model, self.data.x_test).cpu(), self.data.y_test.cpu())
-
-    def _look(self, reports: list[Report]) -> None:
+    def _look(self, epoch: int) -> None:
         """Cosines of the first epoch's steps; norms, errors by class and the singular value of some epochs."""
-        if self.epoch == 1 and reports:
-            self._detail("cosine", [(step, "", report.cosine) for step, report in enumerate(reports, start=1)])
-        if self.epoch not in kept(self.setting.epochs):
-            return
-        if reports:
-            seen = reports[-1].histogram(40)
-            edges = [round(e, 5) for e in seen.edges.tolist()]
-            self._detail("norms", list(zip(edges[:-1], edges[1:], seen.counts.tolist(), strict=True)))
-        counts = watch.confusion(common.logits_of(self.model, self.data.x), self.data.y)
-        self._detail("confusion", [(i, j, int(counts[i, j])) for i in range(10) for j in range(10)])
+
+        def detail(what: str, values: Sequence[tuple[Any, Any, Any]]) -> None:
+            self.more["details"] += [{"what": what, "epoch": epoch, "i": i, "j": j, "value": v} for i, j, v in values]
 
         def made(model: nn.Module) -> Any:
             loss = loss_of(self.name, model, self.setting)
             if isinstance(loss, DPLoss):
-                loss.epoch = float(self.epoch - 1)
+                loss.epoch = float(epoch - 1)
             return loss
 
-        self._detail("singular value", [("", "", watch.sharpness(self.model, made, self.data.x[:LOOKS],
-                                                                 self.data.y[:LOOKS]))])  # fmt: skip
-
-    def _detail(self, what: str, values: list[tuple[Any, Any, Any]]) -> None:
-        self.details += [{"what": what, "epoch": self.epoch, "i": i, "j": j, "value": v} for i, j, v in values]
-
-    def state(self) -> dict[str, Any]:
-        """All that goes on from here; the keys of noise and sampling are not in it, and are drawn anew."""
-        names = ("epoch", "seconds", "epochs", "details")
-        kept = {name: getattr(self, name) for name in names}
-        models = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return {**models, "setting": self._mark(), **kept}
-
-    def _mark(self) -> list[Any]:
-        """Of all that a run must not change on its way; it may be longer or shorter than was meant."""
-        return [value for name, value in zip(Setting._fields, self.setting, strict=True)
-                if name not in ("network", "epochs")] + [len(self.data.x)]  # fmt: skip
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if it is of another setting."""
-        if state["setting"] != self._mark():
-            raise ValueError(f"the checkpoint is of another setting ({state['setting']}): name another folder")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in ("epoch", "seconds", "epochs", "details"):
-            setattr(self, name, state[name])
-
-    def close(self) -> None:
-        """Take hooks off the model."""
-        if isinstance(self.loss, DPLoss):
-            self.loss.remove()
-        if self.private:
-            self.optimizer.detach()  # type: ignore[attr-defined]
+        if epoch == 1 and self.reports:
+            detail("cosine", [(step, "", report.cosine) for step, report in enumerate(self.reports, start=1)])
+        if epoch not in (1, 2, 5, self.setting.epochs) and epoch % 10:
+            return
+        if self.reports:
+            seen = self.reports[-1].histogram(40)
+            edges = [round(e, 5) for e in seen.edges.tolist()]
+            detail("norms", list(zip(edges[:-1], edges[1:], seen.counts.tolist(), strict=True)))
+        labels = self.data.y * 10 + logits_of(self.model, self.data.x).argmax(1)
+        counts = torch.bincount(labels, minlength=100).tolist()
+        detail("confusion", [(place // 10, place % 10, count) for place, count in enumerate(counts)])
+        x, y = self.data.x[:LOOKS], self.data.y[:LOOKS]
+        detail("singular value", [("", "", sharpness(self.model, made, x, y))])
 
 
-def kept(epochs: int) -> list[int]:
-    """The epochs that --looks looks at: 1, 2, 5, every tenth, and the last."""
-    return [e for e in range(1, epochs + 1) if e in (1, 2, 5, epochs) or e % 10 == 0]
-
-
-def run(options: Any, task: str, name: str, data: common.Images, setting: Setting, seed: int) -> Training:
-    """Train to the end, or on from a checkpoint of --checkpoints, which is kept after every epoch."""
-    made = Training(task, name, data, setting, seed, options.device)
-    path = None
-    if options.checkpoints is not None:
-        options.checkpoints.mkdir(parents=True, exist_ok=True)
-        path = options.checkpoints / f"{task}_{case_of(options, name)}_{seed}.pt".replace(" ", "_")
-        if path.exists():
-            made.load(torch.load(path, map_location=options.device, weights_only=False))
-    while made.epoch < setting.epochs:
-        made.run_epoch(options.looks)
-        if path is not None:
-            torch.save(made.state(), path.with_suffix(".new"))
-            path.with_suffix(".new").replace(path)
-        now = made.epochs[-1]
-        spent = f", epsilon {now['epsilon_rdp']:.2f}" if made.private else ""
-        print(f"  {task}, {case_of(options, name)}, seed {seed}: epoch {made.epoch} of {setting.epochs}, accuracy "
-              f"{100 * now['accuracy']:.2f} %{spent}, {made.seconds:.0f} s", flush=True)  # fmt: skip
-        if options.minutes is not None and time.monotonic() > resume.BEGUN + 60 * options.minutes:
-            raise resume.Stopped
-    made.close()
-    return made
-
-
-def case_of(options: Any, name: str) -> str:
-    """A loss and what the command line changed of the setting."""
-    return name + "".join(f", {key} {value:g}" for key, value in changes(options).items())
+# ---------------------------------------------------------------------- runs
 
 
 def changes(options: Any) -> dict[str, float]:
@@ -251,49 +208,70 @@ def changes(options: Any) -> dict[str, float]:
     return {name: getattr(options, name) for name in CHANGES if getattr(options, name) is not None}
 
 
-def write(options: Any, task: str, data: common.Images, setting: Setting, mode: str) -> list[common.Row]:
-    """Runs each loss and seed that the files do not hold yet, and writes its rows as soon as it is done."""
-    written: list[common.Row] = []
-    epochs, details = dp_loss_plots.files(options.out)
-    for seed in common.seeds(options):
-        for name in dict.fromkeys(options.losses):
-            case = case_of(options, name)
-            before = watch.read(epochs, task=task, case=case)
-            done = {row["seed"] for row in before if int(row["epochs"]) >= setting.epochs}
-            if options.checkpoints is not None and str(seed) in done:
-                print(f"{task}, {case}, seed {seed}: done before", flush=True)
-                continue
-            made = run(options, task, name, data, setting, seed)
-            found = made.test_metrics()
-            found["accuracy_best"] = max(row["accuracy"] for row in made.epochs)
-            columns: dict[str, Any] = {"train_records": len(data.x), "epochs": made.epoch,
-                                       "steps": made.epoch * made.batches.steps_per_epoch,
-                                       "seconds": round(made.seconds)}  # fmt: skip
-            if made.private:
-                spent = common.epsilons(setting.sigma, made.batches.sample_rate, columns["steps"], DELTA)
-                found |= {**spent, "clipped": made.epochs[-1]["clipped"]}
-                columns |= {"batch": setting.batch, "sigma": setting.sigma, "epsilon": spent["epsilon_prv"],
-                            "delta": DELTA, "accountant": "prv", "lr": setting.lr, "R": setting.R, "clipping": "local",
-                            "style": "flat"}  # fmt: skip
-                for below in (1.5, 2.0):
-                    reached = [row["accuracy"] for row in made.epochs if row["epsilon_rdp"] < below]
-                    found |= {f"accuracy_epsilon_below_{below:g}": max(reached)} if reached else {}
-            else:
-                columns |= {"lr": ORDINARY[0], "batch": ORDINARY[1]}
-            rows = common.rows(options, experiment(task), case, mode, seed, found, **columns)
-            common.write(options.out, rows)
-            head = {"task": task, "case": case, "seed": seed}
-            watch.append(epochs, watch.EPOCHS, [{**head, "epochs": made.epoch, **row} for row in made.epochs])
-            if made.details:
-                watch.append(details, watch.DETAILS, [{**head, **row} for row in made.details])
-            written += rows
-            print(f"{data.name}, {case}, seed {seed}: accuracy {100 * found['accuracy']:.2f} %", flush=True)
-    return written
+def run(name: str, seed: int, data: common.Images, setting: Setting, options: Any, kept: common.Checkpoint
+        ) -> tuple[dict[str, float], dict[str, Any], Watch]:  # fmt: skip
+    """One training, an epoch a pass: its metrics, the setting's columns, and what was seen of it."""
+    torch.manual_seed(seed)
+    private = name != "non-private"
+    data = common.Images(*(t.to(options.device) for t in data[:4]), data.name)
+    model = setting.network().to(options.device, memory_format=torch.channels_last)  # faster
+    lr, batch = (setting.lr, setting.batch) if private else (ORDINARY[0], min(ORDINARY[1], len(data.x)))
+    batches = loader(data.x, data.y, batch, None if private else 1000 * kept.state.get("steps", 0) + seed,
+                     max_physical_batch_size=256)  # fmt: skip
+    optimizer: Any = fastdp.DPSGD(model, lr=lr, momentum=setting.momentum, max_grad_norm=setting.R,
+                                  noise_multiplier=setting.sigma) if private else torch.optim.SGD(
+        model.parameters(), lr=lr, momentum=setting.momentum)  # fmt: skip
+    per_epoch = batches.steps_per_epoch
+    watch = Watch(name, setting, data, model, optimizer, batches.sample_rate, per_epoch, options.looks)
+    done = train(model, optimizer, batches, watch.loss, steps=setting.epochs * per_epoch, kept=kept, note=watch.note,
+                 more=watch.more, before=watch.before, text=f"{name}, seed {seed}")  # fmt: skip
+    found = test_metrics(logits_of(model, data.x_test).cpu(), data.y_test.cpu())
+    found["accuracy_best"] = max(row["accuracy"] for row in watch.more["epochs"])
+    columns: dict[str, Any] = {"train_records": len(data.x), "epochs": setting.epochs, "steps": done.steps, "lr": lr,
+                               "batch": setting.batch if private else ORDINARY[1],
+                               "seconds": round(done.seconds)}  # fmt: skip
+    if private:
+        spent = common.epsilons(setting.sigma, batches.sample_rate, done.steps, DELTA)
+        found |= {**spent, "clipped": done.clipped or 0.0}
+        columns |= {"sigma": setting.sigma, "epsilon": spent["epsilon_prv"], "delta": DELTA, "accountant": "prv",
+                    "R": setting.R, "clipping": "local", "style": "flat"}  # fmt: skip
+        for below in (1.5, 2.0):
+            reached = [row["accuracy"] for row in watch.more["epochs"] if row["epsilon_rdp"] < below]
+            found |= {f"accuracy_epsilon_below_{below:g}": max(reached)} if reached else {}
+        optimizer.detach()
+    if isinstance(watch.loss, DPLoss):
+        watch.loss.remove()
+    return found, columns, watch
+
+
+def every(options: Any, task: str, data: common.Images, setting: Setting, mode: str) -> list[common.Row]:
+    """Each loss and seed of a task; rows are written as soon as a run is done."""
+    changed = "".join(f", {key} {value:g}" for key, value in changes(options).items())
+    paths = dp_loss_report.files(options.out)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return " ".join(f"{each:.5g}" for each in value)
+        return f"{value:.6g}" if isinstance(value, float) else value
+
+    def one(name: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
+        found, columns, watch = run(name, seed, data, setting, options, kept)
+        tell(mode, found, columns, case=name + changed)
+        about = {"task": task, "case": name + changed, "seed": seed, "epochs": setting.epochs, "commit": common.COMMIT}
+        for path, names, rows in zip(paths, (EPOCHS, DETAILS), watch.more.values(), strict=True):
+            made = [{**dict.fromkeys(names, ""), **about, **{k: plain(v) for k, v in row.items()}} for row in rows]
+            if made:
+                append(path, made, names)
+
+    mark = {**setting._asdict(), "network": setting.network.__name__, "records": len(data.x), "looks": options.looks}
+    return common.drive(options, experiment(task), {name: {**mark, "loss": name} for name in options.losses}, one)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Train, write the rows and return them."""
-    made = common.parser(__doc__)
+    made = common.parser(
+        __doc__, "dp_loss", "every loss of the paper, with 5 seeds unless --seeds says more", draw=True
+    )
     made.add_argument("--tasks", nargs="+", choices=list(SETTINGS), default=["mnist", "fashion", "cifar10"])
     made.add_argument("--losses", nargs="+", choices=[*LOSSES, *ABLATION, *OTHERS], default=list(LOSSES))
     made.add_argument("--ablation", action="store_true", help="also SSE alone, with cross-entropy, with focal loss")
@@ -301,21 +279,16 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     made.add_argument("--records", type=int, help="train on so many images only")
     made.add_argument("--looks", action="store_true", help="also cosines, norms, errors by class, singular values")
     made.add_argument("--cache", type=Path, help="keep ScatterNet features in this folder")
-    resume.add(made, "every loss of the paper, with 5 seeds unless --seeds says more")
     for name in CHANGES:
         made.add_argument(f"--{name}", type=float, help="in the place of the setting's")
-    made.add_argument("--draw", action="store_true", help="train nothing: draw the rows beside --out into --plots")
     options = made.parse_args(arguments)
-    for name in ("epochs", "records"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            made.error(f"--{name} must be 1 or more")
-    resume.check(made, options)
     if options.draw:
-        dp_loss_plots.draw(options)
+        dp_loss_report.draw(options)
         return []
     options.losses = [*options.losses, *(ABLATION if options.ablation or options.full else ())]
     if options.full:
         options.losses, options.seeds = [*options.losses, *OTHERS], max(options.seeds, 5)
+    options.losses = list(dict.fromkeys(options.losses))
     if options.quick:
         options.tasks = [t for t in options.tasks if t in ("mnist", "fashion")] or options.tasks
     written: list[common.Row] = []
@@ -326,19 +299,13 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
         if options.quick:
             records, test = records or 8000, 2000
             setting = full._replace(batch=512, epochs=6)
-        if options.epochs is not None:
-            setting = setting._replace(epochs=options.epochs)
-        setting = setting._replace(**changes(options))
+        setting = setting._replace(**changes(options), **({"epochs": options.epochs} if options.epochs else {}))
         fewer = records or (setting.epochs, setting.lr, setting.sigma) != (full.epochs, full.lr, full.sigma)
         mode = "quick" if options.quick else "short" if fewer else "full"
         data = common.subset(readers[task.rpartition("-")[2]](options.data), records, test)
         if task.startswith("scatter-"):
             data = networks.scattered(data, options.cache)
-        try:
-            written += write(options, task, data, setting, mode)
-        except resume.Stopped:
-            print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
-            break
+        written += every(options, task, data, setting, mode)
     return written
 
 

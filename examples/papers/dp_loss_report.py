@@ -1,4 +1,4 @@
-"""The tables of docs/papers.md on what the loss paper looks at beside accuracy, and of its five runs.
+"""Tables and figures on what the loss paper looks at beside accuracy, and on its five runs.
 
 From benchmarks/data/dp_loss_epochs.csv and dp_loss_details.csv, which dp_loss.py has written.
 """
@@ -8,15 +8,33 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from examples.papers.dp_loss_watch import read
+from benchmarks.tables import read_rows
+from examples.papers.pictures import Grid, Panel, grids, panels, picture
 
 NAMES = {"mnist": "MNIST", "fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 CASES = ("cross-entropy", "dploss")
 FIVE = (1, 5, 10)  # epochs
 Row = dict[str, str]
 Found = dict[str, dict[int, float]]  # of each case: by epoch
+
+
+def files(out: Path) -> tuple[Path, Path]:
+    """Where what is seen by epoch, and the details, are kept: beside --out, without "papers_"."""
+    stem = out.stem.removeprefix("papers_")
+    return out.with_name(f"{stem}_epochs.csv"), out.with_name(f"{stem}_details.csv")
+
+
+def read(path: Path, **wanted: Any) -> list[Row]:
+    """Rows of such a file with the wanted values; of a (task, case, seed, what, epoch, i, j) that is there twice, the
+    later one."""
+    rows = [row for row in read_rows(path) if all(row[k] == str(v) for k, v in wanted.items())]
+    names = ("task", "case", "seed", "what", "epoch", "i", "j")
+    return list({tuple(row.get(name) for name in names): row for row in rows}.values())
+
+
+# ---------------------------------------------------------------------- tables
 
 
 class Look(NamedTuple):
@@ -130,3 +148,91 @@ FIVE_HEAD = ("data", "epoch", "epsilon", "cross-entropy", "DPLoss")
 def blocks(data: Path, table: Callable[[Sequence[str], list[list[str]]], str]) -> dict[str, str]:
     """The bodies of docs/papers.md's tables of these names."""
     return {"five runs": table(FIVE_HEAD, five(data)), "looks": table(HEAD, looks(data))}
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def draw(options: Any) -> None:
+    """Every figure for which there are rows, into --plots. Exits where there is nothing to draw."""
+    epochs, details = (read(path) for path in files(options.out))
+    if not epochs:
+        raise SystemExit(f"nothing to draw: there is no {files(options.out)[0]}")
+    for task in dict.fromkeys(row["task"] for row in epochs if row["task"] in options.tasks):
+        mine = [row for row in epochs if row["task"] == task and row["epsilon_rdp"]]
+        seen = [row for row in details if row["task"] == task]
+        for name, made in (("accuracy", accuracy(mine)), ("norms", norms(mine)), ("looks", details_of(seen))):
+            path = picture(options, f"dp_loss_{task}_{name}")
+            if made and path is not None:
+                panels(path, made)
+        path, errors = picture(options, f"dp_loss_{task}_confusion"), confusion(seen)
+        if errors and path is not None:
+            grids(path, errors, len(errors) // 2, (3.4, 3.2))
+
+
+def accuracy(rows: Sequence[Row]) -> list[Panel]:
+    """Test accuracy by epsilon, of each case, of those runs that came so far."""
+    curves = {}
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        seeds = [[row for row in mine if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in mine)]
+        shortest = min(map(len, seeds))
+        runs = [[float(row["accuracy"]) for row in run[:shortest]] for run in seeds]
+        curves[f"{case} (n {len(seeds)})"] = [float(row["epsilon_rdp"]) for row in seeds[0][:shortest]], runs
+    return [Panel("", curves, "epsilon (RDP)", "test accuracy")] if curves else []
+
+
+def norms(rows: Sequence[Row]) -> list[Panel]:
+    """By epoch: norms of weights and pre-activations of the first and last layers, of logits, and of gradients."""
+    first = {case: [row for row in rows if row["case"] == case and row["seed"] == "0"] for case in CASES}
+    first = {case: mine for case, mine in first.items() if mine}
+    found = []
+    for column in ("weights", "pre_activations", "logits", "norm_median"):
+        count = len(next(iter(first.values()))[0][column].split()) if first else 0
+        for layer in sorted({0, 1, count - 2, count - 1} & set(range(count))):
+            curves = {case: ([int(r["epoch"]) for r in mine], [float(r[column].split()[layer]) for r in mine])
+                      for case, mine in first.items()}  # fmt: skip
+            place = f", layer {layer + 1}" if count > 1 else ""
+            found.append(Panel(column.replace("_", "-") + place, curves, "epoch"))
+    return found
+
+
+def details_of(rows: Sequence[Row]) -> list[Panel]:
+    """Gradient norms of the first and last epoch, cosines of the first epoch, singular values; of the first seed."""
+
+    def curves(what: str, x: str, **wanted: str) -> dict[str, tuple[list[float], list[float]]]:
+        found = {}
+        for case in dict.fromkeys(row["case"] for row in rows if row["case"] != "non-private"):
+            mine = [row for row in rows if (row["case"], row["what"], row["seed"]) == (case, what, "0")]
+            mine = [row for row in mine if all(row[k] == v for k, v in wanted.items())]
+            if mine:
+                found[case] = [float(row[x]) for row in mine], [float(row["value"]) for row in mine]
+        return found
+
+    seen = [row["epoch"] for row in rows if row["what"] == "norms"]
+    found = [Panel(f"gradient norms, epoch {epoch}", curves("norms", "j", epoch=epoch), logs="xy")
+             for epoch in dict.fromkeys([*seen[:1], *seen[-1:]])]  # fmt: skip
+    found.append(Panel("cosine of clipped and unclipped sums", curves("cosine", "i"), "step of the first epoch"))
+    sharp = curves("singular value", "epoch")
+    found.append(Panel("largest singular value of the Hessian", sharp, "epoch", logs="y"))
+    return found if seen else []
+
+
+def confusion(rows: Sequence[Row]) -> list[Grid]:
+    """Errors by class on the training set, in percent of a class, at epoch 2 (or the first) and at the last."""
+    mine = [row for row in rows if row["what"] == "confusion" and row["seed"] == "0"]
+    cases = [case for case in ("dploss", "cross-entropy", "non-private") if any(row["case"] == case for row in mine)]
+    epochs = sorted({int(row["epoch"]) for row in mine})
+    found, names = [], [str(label) for label in range(10)]
+    for epoch in (2 if 2 in epochs else epochs[0], epochs[-1]) if epochs else ():
+        for case in cases:
+            counts = [[0.0] * 10 for _ in names]
+            for row in mine:
+                if row["case"] == case and int(row["epoch"]) == epoch:
+                    counts[int(row["i"])][int(row["j"])] = float(row["value"])
+            shares = [[100 * value / max(sum(line), 1) for value in line] for line in counts]
+            texts = [
+                [f"{value:.0f}" if i == j else "" for j, value in enumerate(line)] for i, line in enumerate(shares)
+            ]
+            found.append(Grid(f"{case}, epoch {epoch}", shares, texts, names, names, "Blues"))
+    return found

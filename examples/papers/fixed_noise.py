@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fastdp
 from examples.papers import common
+from examples.papers.pictures import Panel, panels, picture
 from fastdp.utils.progress_bar import Bar
 
 RECORDS, FEATURES, WIDTH, R = 512, 8, 32, 0.1
@@ -68,56 +69,38 @@ def train(seed: int, rate: float, sigma: float, radius: float) -> Tensor:
     return torch.tensor(losses, dtype=torch.float64)
 
 
-def picture(curves: dict[tuple[float, float], list[Tensor]], path: Path) -> None:
-    """A plot for each learning rate, a curve for each noise: mean of the seeds, and the band of one deviation."""
-    from matplotlib.figure import Figure
-
-    rates = list(dict.fromkeys(rate for rate, _ in curves))
-    figure = Figure(figsize=(3.6 * len(rates), 3.6), layout="constrained")
-    plots = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
-    for axes, rate in zip(plots, rates, strict=True):
-        for colour, (key, found) in zip(("black", "#4477aa", "#228833", "#bb5566"),
-                                        ((k, v) for k, v in curves.items() if k[0] == rate), strict=False):  # fmt: skip
-            stacked = torch.stack(found)
-            mean, std = stacked.mean(0), stacked.std(0, correction=0)
-            moments = torch.linspace(0, TIME, POINTS + 1)
-            axes.plot(moments, mean, color=colour, label=f"noise {key[1]:g}")
-            axes.fill_between(moments, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
-        axes.set(xlabel="time: learning rate x steps", title=f"learning rate {rate:g}", yscale="log")
-    plots[0].set(ylabel="training loss")
-    plots[0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[tuple[float, float], list[Tensor]]:
     """Train all, print, write rows; returns the losses by (learning rate, noise), a curve a seed."""
-    options = common.parser(__doc__ or "").parse_args(arguments)
+    options = common.parser(__doc__ or "", "fixed_noise").parse_args(arguments)
     rates = RATES[:2] if options.quick else RATES
     sigmas = (SIGMAS[0], SIGMAS[2]) if options.quick else SIGMAS
     curves: dict[tuple[float, float], list[Tensor]] = {(rate, sigma): [] for rate in rates for sigma in sigmas}
-    for seed in common.seeds(options):
+
+    def run(name: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
+        rate, quiet = float(name.removeprefix("eta ")), torch.zeros(0)
+        for sigma, radius in (*((sigma, R) for sigma in sigmas), (0.0, UNCLIPPED)):
+            start, clipped = time.perf_counter(), radius == R
+            found = train(seed, rate, sigma, radius)
+            quiet = found if sigma == 0 and clipped else quiet
+            if clipped:
+                curves[rate, sigma].append(found)
+            metrics = {"last loss": float(found[-1]),
+                       "largest distance from no noise": float((found - quiet).abs().max() / quiet[0])}  # fmt: skip
+            columns = {"train_records": RECORDS, "steps": round(TIME / rate), "batch": RECORDS, "sigma": sigma,
+                       "lr": rate, "R": radius, "clipping": "local", "style": "flat",
+                       "seconds": time.perf_counter() - start}  # fmt: skip
+            tell("quick" if options.quick else "full", metrics, columns,
+                 case=f"{name}, " + (f"noise {sigma:g}" if clipped else "neither noise nor clipping"))  # fmt: skip
+
+    common.drive(options, "Fact 4.1, fixed noise", {f"eta {rate:g}": {"sigmas": sigmas} for rate in rates}, run)
+    if (path := picture(options, "fixed_noise")) is not None:
+        moments, plots = torch.linspace(0, TIME, POINTS + 1).tolist(), []
         for rate in rates:
-            quiet = torch.zeros(0)
-            for sigma, radius in (*((sigma, R) for sigma in sigmas), (0.0, UNCLIPPED)):
-                start = time.perf_counter()
-                found = train(seed, rate, sigma, radius)
-                quiet = found if sigma == 0 and radius == R else quiet
-                if radius == R:
-                    curves[rate, sigma].append(found)
-                metrics = {
-                    "last loss": float(found[-1]),
-                    "largest distance from no noise": float((found - quiet).abs().max() / quiet[0]),
-                }
-                case = f"eta {rate:g}, " + (f"noise {sigma:g}" if radius == R else "neither noise nor clipping")
-                print(f"seed {seed}, {case}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()), flush=True)
-                common.write(options.out, common.rows(
-                    options, "Fact 4.1, fixed noise", case, "quick" if options.quick else "full", seed, metrics,
-                    train_records=RECORDS, steps=round(TIME / rate), batch=RECORDS, sigma=sigma, lr=rate, R=radius,
-                    clipping="local", style="flat", seconds=time.perf_counter() - start,
-                ))  # fmt: skip
-    path = common.picture(options, "fixed_noise")
-    if path is not None:
-        picture(curves, path)
+            mine = {
+                f"noise {sigma:g}": (moments, [curve.tolist() for curve in curves[rate, sigma]]) for sigma in sigmas
+            }
+            plots.append(Panel(f"learning rate {rate:g}", mine, "time: learning rate x steps", "training loss", "y"))
+        panels(path, plots)
     return curves
 
 

@@ -22,10 +22,9 @@ import fastdp
 from examples.papers import regression
 from examples.papers.regression import Plan, Way
 
-FILE = "california_housing.csv.gz"
-WHERE = "Write it with scikit-learn: fetch_california_housing(as_frame=True).frame.to_csv(PATH, index=False)"
 PLAN = Plan(
-    "California Housing",
+    "California Housing", "california_housing.csv.gz",
+    "Write it with scikit-learn: fetch_california_housing(as_frame=True).frame.to_csv(PATH, index=False)", ",",
     (Way("local, R = 1", "local", 1.0, 2e-4), Way("local, R = 10", "local", 10.0, 2e-4),
      Way("global, R = 10", "global", 10.0, 2e-4), Way("not private", "", 0.0, 2e-4)),
     fastdp.DPAdam, torch.optim.Adam, batch=256, epochs=50, sigma=1.0, share=0.9,
@@ -34,9 +33,7 @@ PLAN = Plan(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[list[float]]]:
     """Run, print, write rows and the picture."""
-    options = regression.options_of(__doc__ or "", "housing", arguments)
-    _, numbers = regression.read(regression.data(options, FILE, WHERE), ",")
-    return regression.main(PLAN, options, numbers)
+    return regression.main(PLAN, __doc__ or "", "housing", arguments)
 
 
 if __name__ == "__main__":

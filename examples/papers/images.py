@@ -127,21 +127,27 @@ def jpegs(data: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return found.transpose(0, 3, 1, 2)
 
 
-def cifar10(data: Path | None) -> Images:
-    """50,000 and 10,000 images [3, 32, 32], less 0.5 over 0.25 of each channel.
+def cifar10_bytes(data: Path | None) -> tuple[list[np.ndarray], str]:
+    """Training images uint8 [N, 3, 32, 32] and labels, the same of the test, sorted as in the file; and their name.
 
     data: the folder with cifar10.npz, or cifar10_jpeg.npz, whose images are lossy: the name says so. Exits with where
     to get them.
     """
     path = need([data / "cifar10.npz", data / "cifar10_jpeg.npz"] if data else [], CIFAR)
-    arrays: list[Any] = []
+    arrays: list[np.ndarray] = []
     with np.load(path) as file:
         for part in ("train", "test"):
             if path.stem == "cifar10":
                 arrays += [file[f"x_{part}"].transpose(0, 3, 1, 2), file[f"y_{part}"]]
             else:
                 arrays += [jpegs(file[f"jpeg_{part}"], file[f"len_{part}"]), file[f"y_{part}"]]
-    return _images(arrays, [0.5] * 3, [0.25] * 3, "CIFAR-10" if path.stem == "cifar10" else "CIFAR-10 (JPEG)")
+    return arrays, "CIFAR-10" if path.stem == "cifar10" else "CIFAR-10 (JPEG)"
+
+
+def cifar10(data: Path | None) -> Images:
+    """50,000 and 10,000 images [3, 32, 32], less 0.5 over 0.25 of each channel; of `cifar10_bytes`."""
+    arrays, name = cifar10_bytes(data)
+    return _images(arrays, [0.5] * 3, [0.25] * 3, name)
 
 
 def subset(data: Images, records: int | None, test: int | None = None) -> Images:

@@ -23,12 +23,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
+from examples.papers.pictures import Panel, panels, picture
 from fastdp.commands.ntk_table import ZERO, Networks, Row, descend, draw
 from fastdp.utils.progress_bar import Bar
 
 RATIOS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # R over the median norm before training
 QUICK = (0.1, 1.0, 100.0)
-NAMES = {"flat": "#4477aa", "layerwise": "#bb5566"}
+STYLES = ("flat", "layerwise")
 
 
 class Curve(NamedTuple):
@@ -59,38 +60,26 @@ def curve(nets: Networks, row: Row, steps: int) -> Curve:
     return Curve(torch.stack(losses), rises)
 
 
-def picture(curves: dict[tuple[str, float], Curve], path: Path) -> None:
-    """Left: losses of the network that layerwise clipping lifts most; right: shares of networks by R."""
-    from matplotlib.figure import Figure
-
+def plots(curves: dict[tuple[str, float], Curve]) -> list[Panel]:
+    """Losses of the network that layerwise clipping lifts most; shares of networks whose loss rises, by R."""
     ratios = sorted({ratio for _, ratio in curves})
     rise = {r: (c.losses / c.losses.cummin(0).values).max(0).values for (s, r), c in curves.items() if s == "layerwise"}
     small = max(rise, key=lambda r: float(rise[r].max()))
-    worst = int(rise[small].argmax())
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for (style, ratio), dashes in ((("layerwise", small), "-"), (("flat", small), "-"),
-                                   (("layerwise", ratios[-1]), "--"), (("flat", ratios[-1]), ":")):  # fmt: skip
-        losses = curves[style, ratio].losses[:, worst]
-        losses = losses[: int((losses > ZERO * losses[0]).sum()) + 1]
-        left.plot(
-            range(1, len(losses) + 1), losses, dashes, color=NAMES[style], label=f"{style}, R = {ratio:g} medians"
-        )
-    left.set(xlabel="step", ylabel="training loss", xscale="log", yscale="log", title="one network")
-    for style, colour in NAMES.items():
-        shares = [float(curves[style, ratio].rises.double().mean()) for ratio in ratios]
-        right.plot(ratios, shares, "o-", color=colour, label=style)
-    right.set(
-        xlabel="R over the median norm", ylabel="share of networks whose loss rises", xscale="log", ylim=(-0.05, 1.05)
-    )
-    for axes in (left, right):
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
+    worst, one = int(rise[small].argmax()), {}
+    for ratio in (small, ratios[-1]):
+        for style in STYLES:
+            losses = curves[style, ratio].losses[:, worst]
+            losses = losses[: int((losses > ZERO * losses[0]).sum()) + 1].tolist()
+            one[f"{style}, R = {ratio:g} medians"] = list(range(1, len(losses) + 1)), losses
+    shares = {style: (ratios, [float(curves[style, ratio].rises.double().mean()) for ratio in ratios])
+              for style in STYLES}  # fmt: skip
+    return [Panel("one network", one, "step", "training loss", "xy"),
+            Panel("", shares, "R over the median norm", "share of networks whose loss rises", "x")]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curve]:
     """Train all, print, write rows; returns the curves of the last seed by (style, R over the median)."""
-    made = common.parser(__doc__ or "")
+    made = common.parser(__doc__ or "", "layerwise_loss")
     made.add_argument("--networks", type=int, help="of each seed (default: 20; quick: 8)")
     made.add_argument("--steps", type=int, help="at most (default: 8000; quick: 2000)")
     options = made.parse_args(arguments)
@@ -98,28 +87,25 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curv
     steps = options.steps or (2000 if options.quick else 8_000)
     mode = "quick" if options.quick else "full" if (networks, steps) == (20, 8_000) else "short"
     curves: dict[tuple[str, float], Curve] = {}
-    for seed in common.seeds(options):
+
+    def run(style: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
         nets = draw(networks, seed)
-        for style in NAMES:
-            for ratio in QUICK if options.quick else RATIOS:
-                row = Row(f"{style}, R = {ratio:g} medians", "", "local", ratio, style, None)
-                start = time.perf_counter()
-                found = curves[style, ratio] = curve(nets, row, steps)
-                relative = found.losses / found.losses[0]
-                metrics = {
-                    "share whose loss rises": float(found.rises.double().mean()),
-                    "largest rise": float((found.losses / found.losses.cummin(0).values).max()) - 1,
-                    "share that reaches zero": float((relative[-1] <= ZERO).double().mean()),
-                }
-                print(f"{row.name}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
-                common.write(options.out, common.rows(
-                    options, "Theorem 1, layerwise", row.name, mode, seed, metrics,
-                    train_records=8, steps=steps, batch=8, sigma=0.0, clipping="local", style=style,
-                    seconds=time.perf_counter() - start,
-                ))  # fmt: skip
-    path = common.picture(options, "layerwise_loss")
-    if path is not None:
-        picture(curves, path)
+        for ratio in QUICK if options.quick else RATIOS:
+            row, start = Row(f"{style}, R = {ratio:g} medians", "", "local", ratio, style, None), time.perf_counter()
+            found = curves[style, ratio] = curve(nets, row, steps)
+            metrics = {
+                "share whose loss rises": float(found.rises.double().mean()),
+                "largest rise": float((found.losses / found.losses.cummin(0).values).max()) - 1,
+                "share that reaches zero": float((found.losses[-1] <= ZERO * found.losses[0]).double().mean()),
+            }
+            columns = {"train_records": 8, "steps": steps, "batch": 8, "sigma": 0.0, "clipping": "local",
+                       "style": style, "seconds": time.perf_counter() - start}  # fmt: skip
+            tell(mode, metrics, columns, case=row.name)
+
+    setting = {"networks": networks, "steps": steps}
+    common.drive(options, "Theorem 1, layerwise", dict.fromkeys(STYLES, setting), run)
+    if (path := picture(options, "layerwise_loss")) is not None:
+        panels(path, plots(curves))
     return curves
 
 

@@ -10,20 +10,21 @@ loss of each image, too. 0.5 is a coin.
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import private_bugs_networks as networks
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
+from examples.papers.images import cifar10
+from examples.papers.training import loader, logits_of, train
 from fastdp.audit.membership import Membership, attack_model
-from fastdp.utils.progress_bar import Bar
 
 DELTA, BATCH = 1e-5, 100
 
@@ -36,51 +37,26 @@ def network(width: int) -> nn.Module:
     )  # fmt: skip
 
 
-def train(x: Tensor, y: Tensor, options: argparse.Namespace, private: bool, width: int) -> tuple[nn.Module, float]:
+def trained(x: Tensor, y: Tensor, options: argparse.Namespace, private: bool, width: int) -> tuple[nn.Module, float]:
     """The network, trained, and the epsilon it cost. Both ways take the same number of steps."""
     torch.manual_seed(options.seed)
     model = network(width)
-    loader = fastdp.poisson_loader(TensorDataset(x, y), expected_batch_size=min(BATCH, len(x) // 2),
-                                   seed=None if private else options.seed)  # fmt: skip
-    steps = options.epochs * loader.steps_per_epoch
-    optimizer: torch.optim.Optimizer
+    batches = loader(x, y, min(BATCH, len(x) // 2), None if private else options.seed)
+    steps, spent = options.epochs * batches.steps_per_epoch, float("inf")
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=options.lr)
     if private:
         sigma = fastdp.noise_multiplier_for(target_epsilon=options.epsilon, delta=DELTA, steps=steps,
-                                            sample_rate=loader.sample_rate)  # fmt: skip
+                                            sample_rate=batches.sample_rate)  # fmt: skip
         optimizer = fastdp.DPAdam(model, lr=options.lr, noise_multiplier=sigma, max_grad_norm=1.0)
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    done, bar = 0, Bar(steps)
-    for _ in range(options.epochs):
-        for images, labels in loader:
-            if private or len(labels):
-                F.cross_entropy(model(images), labels).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            done += 1
-            bar.at(done, "private" if private else "not private")
-    spent = float("inf")
-    if isinstance(optimizer, fastdp.DPAdam):
+    train(model, optimizer, batches, steps=steps, text="private" if private else "not private", lines=False)
+    if private:
         spent = optimizer.epsilon(DELTA)
         optimizer.detach()
     return model.eval(), spent
 
 
-def attack(
-    model: nn.Module, members: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], **options: Any
-) -> Membership:
-    """The attacker of the paper, or with_loss=True one who sees more."""
-
-    def ask(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return model(x)
-
-    return attack_model(ask, members, others, **options)
-
-
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    with torch.no_grad():
-        return float(torch.cat([model(part) for part in x.split(256)]).argmax(1).eq(y).double().mean())
+    return float(logits_of(model, x).argmax(1).eq(y).double().mean())
 
 
 def main(arguments: Sequence[str] | None = None, width: int = 128) -> dict[str, Membership]:
@@ -96,22 +72,24 @@ def main(arguments: Sequence[str] | None = None, width: int = 128) -> dict[str, 
     options = made.parse_args(arguments)
     options.records = options.records or (600 if options.quick else 2000)
     options.epochs = options.epochs or (30 if options.quick else 40)
-    networks.need_images(options)
-    task = networks.images(options.data, 2 * options.records, options.seed, 1)
-    x, y = task.x, task.labels
+    data = cifar10(options.data)
+    drawn = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(options.seed))[: 2 * options.records]
+    x, y = data.x[drawn], data.y[drawn]
     members, others = (x[: options.records], y[: options.records]), (x[options.records :], y[options.records :])
     found = {}
     for private in (False, True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, spent = train(*members, options, private, width)
+            model, spent = trained(*members, options, private, width)
         name = f"epsilon {spent:.2f}" if private else "not private"
         print(
             f"\n{name}: accuracy {accuracy(model, *members):.3f} on members, {accuracy(model, *others):.3f} on others"
         )
         for with_loss in (False, True):
             seeing = "logits, label, loss" if with_loss else "logits, label"
-            result = attack(model, members, others, with_loss=with_loss, seed=options.seed)
+            result = attack_model(
+                lambda x, of=model: logits_of(of, x), members, others, with_loss=with_loss, seed=options.seed
+            )
             found[f"{name}: {seeing}"] = result
             print(f"seeing {seeing}: {result}")
     return found

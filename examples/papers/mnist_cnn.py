@@ -46,7 +46,7 @@ SETTING = Setting("MNIST CNN", network, common.mnist, CASES, 256, 60, 1.1, 1e-5,
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Run what the command line asks for; returns the rows written."""
-    return classify.main(SETTING, classify.options_of(__doc__ or "", "mnist_cnn", SETTING, arguments))
+    return classify.main(SETTING, __doc__ or "", "mnist_cnn", arguments)
 
 
 if __name__ == "__main__":

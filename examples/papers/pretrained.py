@@ -8,8 +8,6 @@ an image.
 from __future__ import annotations
 
 import csv
-import importlib.util
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,24 +19,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
+from examples.common import in_package
+
 CLASSES = ("entailment", "neutral", "contradiction")
 BERT = "sentence-transformers/all-MiniLM-L6-v2"
 VIT = "facebook/dinov2-small"
-
-Batch = tuple[Tensor, Tensor, Tensor]  # states [B, L, width], mask [B, L], labels [B]
-
-
-def in_package(package: str, file: str) -> Path | None:
-    """A file of an installed package, or None."""
-    found = importlib.util.find_spec(package)
-    places = list(found.submodule_search_locations or []) if found else []
-    return Path(places[0]) / file if places and (Path(places[0]) / file).exists() else None
-
-
-def told(command: str) -> str:
-    """A command line without this machine's folders: --cache FILE, --cells FILE, as --data is DIR already."""
-    return re.sub(r"--(cache|cells)[ =]\S+", r"--\1 FILE", command)
-
 
 # ---------------------------------------------------------------------- text
 
@@ -61,12 +46,12 @@ class States(torch.utils.data.Dataset[Any]):
         return self.states[start : start + int(self.lengths[number])], self.labels[number]
 
 
-def collate(items: Sequence[tuple[Tensor, Tensor]]) -> Batch:
-    """States padded with zeros to the longest, the mask of what is no padding, labels."""
-    lengths = torch.tensor([len(states) for states, _ in items])
-    states = _padded([states for states, _ in items])
-    mask = torch.arange(states.shape[1])[None] < lengths[:, None]
-    return states, mask, torch.stack([label for _, label in items])
+def collate(items: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Items (tensors of one length [L, ...], ..., label) -> those tensors, padded with zeros to the longest, the mask
+    of what is no padding [B, L], labels [B]."""
+    lengths = torch.tensor([len(item[0]) for item in items])
+    parts = [nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in list(zip(*items, strict=True))[:-1]]
+    return *parts, torch.arange(parts[0].shape[1])[None] < lengths[:, None], torch.stack([item[-1] for item in items])
 
 
 def read_pairs(path: Path) -> tuple[list[tuple[str, str]], Tensor]:
@@ -93,13 +78,6 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.ids[number], self.segments[number], self.labels[number]
-
-
-def collate_tokens(items: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids, segments, mask [B, L] and labels [B]; padded with zeros to the longest."""
-    lengths = torch.tensor([len(ids) for ids, *_ in items])
-    ids, segments = (_padded([item[place] for item in items]) for place in range(2))
-    return ids, segments, torch.arange(ids.shape[1])[None] < lengths[:, None], torch.stack([y for *_, y in items])
 
 
 def tokens_of(tokenizer: Any, pairs: Sequence[tuple[str, str]], labels: Tensor, longest: int) -> Tokens:
@@ -150,13 +128,9 @@ def states_of(model: FrozenBert, tokenizer: Any, pairs: Sequence[tuple[str, str]
     with torch.no_grad():
         for start in range(0, len(data), batch):
             rows = [data[number] for number in range(start, min(start + batch, len(data)))]
-            padded, segments, mask = (part.to(device) for part in collate_tokens(rows)[:3])
+            padded, segments, mask = (part.to(device) for part in collate(rows)[:3])
             found.append(model(padded, segments, mask)[mask].cpu())
     return States(torch.cat(found), lengths, data.labels)
-
-
-def _padded(rows: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 class LastBlock(nn.Module):

@@ -11,7 +11,6 @@ else.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 import time
@@ -23,8 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))  # of the checkout, where benchmarks/ is
 
 import private_bugs_networks as networks
-from private_bugs_report import CURVES, DOC, RUNS, as_expected, report, tables
+from private_bugs_report import CURVES, DOC, RUNS, as_expected, figures, read_curves, report, tables
 
+from benchmarks.tables import read_rows
 from benchmarks.timing import Row, append, versions
 from fastdp.audit import AuditError, Finding
 from fastdp.audit.clipping import no_clipping
@@ -92,7 +92,7 @@ def tasks(options: argparse.Namespace) -> list[networks.Task]:
     made = []
     for name in options.networks:
         if name == "resnet":
-            made.append(networks.images(networks.need_images(options), options.records, 0, *options.resnet))
+            made.append(networks.images(options.data, options.records, 0, *options.resnet))
         else:
             rate = 0.1 if name == "bert-dropout" else 0.0
             folder = networks.need_sentences(options)
@@ -140,11 +140,8 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 def done(file: Path | None) -> set[tuple[str, ...]]:
     """What the file has rows of: a run goes on where it was stopped."""
-    if file is None or not file.exists():
-        return set()
     names = ("network", "optimizer", "implementation", "statistics", "test", "seed")
-    with file.open(newline="") as rows:
-        return {tuple(row[name] for name in names) for row in csv.DictReader(rows)}
+    return {tuple(row[name] for name in names) for row in (read_rows(file) if file is not None else ())}
 
 
 def tested(step: Any, statistics: str, test: str, seed: int, **given: Any) -> tuple[Finding, int]:
@@ -227,9 +224,7 @@ def main(arguments: Sequence[str] | None = None, resnet: tuple[int, ...] = (), b
     rows = run(options)
     print(tables(rows))
     if options.plots:
-        from private_bugs_plots import plot, read
-
-        print("wrote " + ", ".join(map(str, plot(read(options.curves), options.plots))))
+        figures(read_curves(options.curves), options.plots)
     return int(not all(as_expected(row) for row in rows if row["statistics"] == "fastdp"))
 
 

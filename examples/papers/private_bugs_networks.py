@@ -21,9 +21,10 @@ import fastdp
 from fastdp.audit.torch_step import TorchTrainable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import finetune_cifar10 as cifar10
 import finetune_sst2 as sst2
 from common import need_data
+
+from examples.papers.images import cifar10
 
 # Adam's step is proportional to the gradient only far below its eps of 1e-8, and is seen there only at a large rate:
 # there fastdp's tests look. The paper's take ordinary steps of Adam; it names no rate.
@@ -95,33 +96,17 @@ class Task(NamedTuple):
     dropout: bool = False
 
 
-def need_images(options: Any) -> Path:
-    """The folder --data, where it has the images; else exits with where to get them."""
-    exact = options.data and (options.data / "cifar10.npz").exists()
-    return need_data(options, ["cifar10.npz" if exact else cifar10.FILE], cifar10.WHERE)
-
-
 def need_sentences(options: Any) -> Path:
-    """The same of the sentences."""
+    """The folder --data, where it has the sentences; else exits with where to get them."""
     return need_data(options, [sst2.FILES[0]], sst2.WHERE)
 
 
-def images(folder: Path, count: int, seed: int, blocks: int, width: int = 16) -> Task:
+def images(folder: Path | None, count: int, seed: int, blocks: int, width: int = 16) -> Task:
     """`count` random images, of [0, 1] less their mean and over their deviation, and a ResNet."""
-    exact = folder / "cifar10.npz"
-    with np.load(exact if exact.exists() else folder / cifar10.FILE) as file:
-        labels = file["y_train"].astype(np.int64).ravel()
-        rows = np.random.default_rng(seed).permutation(len(labels))[:count]
-        if exact.exists():
-            found = torch.from_numpy(file["x_train"][rows]).permute(0, 3, 1, 2)
-        else:
-            lengths, data = file["len_train"], file["jpeg_train"]
-            ends = np.cumsum(lengths)
-            chosen = np.concatenate([data[ends[r] - lengths[r] : ends[r]] for r in rows])
-            found = cifar10.decode(chosen, lengths[rows])
-    x = (found.float() / 255 - 0.5) / 0.25
-    name = f"ResNet-{6 * blocks + 2}, CIFAR-10" + ("" if exact.exists() else " (JPEG)")
-    return Task(name, lambda: resnet(blocks, width), x, torch.from_numpy(labels[rows]), 10)
+    data = cifar10(folder)
+    rows = torch.from_numpy(np.random.default_rng(seed).permutation(len(data.y))[:count])
+    name = f"ResNet-{6 * blocks + 2}, {data.name}"
+    return Task(name, lambda: resnet(blocks, width), data.x[rows], data.y[rows], 10)
 
 
 def sentences(folder: Path, count: int, seed: int, layers: int, width: int = 128, dropout: float = 0.0) -> Task:

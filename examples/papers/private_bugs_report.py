@@ -1,14 +1,17 @@
-"""The tables of docs/private_bugs.md, from the rows that private_bugs.py has measured."""
+"""The tables and figures of docs/private_bugs.md, from the rows and curves that private_bugs.py has measured."""
 
 from __future__ import annotations
 
-import csv
+import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.report import between, table
+from benchmarks.tables import between, read_rows, table
 from benchmarks.timing import Row
+from examples.papers.pictures import Panel, panels
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNS, DOC = ROOT / "benchmarks/data/private_bugs.csv", ROOT / "docs/private_bugs.md"
@@ -124,13 +127,49 @@ def _cell(rows: Sequence[Row]) -> str:
     return f"{text}; p {low}" + (f" to {high}" if low != high else "")
 
 
-def report(doc: Path = DOC, runs: Path = RUNS, figures: bool = True) -> None:
+# ---------------------------------------------------------------------- figures
+
+
+DRAWN = ("per-example", "no clipping", "mini-batch", "per-example, uncalibrated", "mini-batch, uncalibrated",
+         "per-example, no noise")  # fmt: skip
+WORDS = {"sizes": "batch size B", "alone": "mean of the steps alone", "norms": "clipping norm C",
+         "distances": "distance of models", "changes": "change of parameters", "losses": "change in loss"}  # fmt: skip
+
+
+def read_curves(file: Path) -> list[dict[str, Any]]:
+    """The curves of a file; the last one of each, where there are several."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    names = ("network", "optimizer", "implementation", "statistics", "test")
+    return list({tuple(line[name] for name in names): line for line in lines}.values())
+
+
+def figures(curves: Sequence[dict[str, Any]], folder: Path) -> None:
+    """A figure for each network and optimizer, as the paper's figures 2 to 8: curves over their largest values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = [c for c in curves if c["implementation"] in DRAWN and c["test"] != "noise_distribution"]
+    for network, optimizer in dict.fromkeys((curve["network"], curve["optimizer"]) for curve in kept):
+        mine = [curve for curve in kept if (curve["network"], curve["optimizer"]) == (network, optimizer)]
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for curve in sorted(mine, key=lambda curve: (curve["statistics"], DRAWN.index(curve["implementation"]))):
+            points = sorted(zip(map(float, curve["x"]), map(float, curve["y"]), strict=True))
+            largest = max([abs(y) for _, y in points] + [1e-300])
+            p = "" if curve["p_value"] == "-" else f", p {float(curve['p_value']):.2g}"
+            lines = found.setdefault((curve["statistics"], curve["test"]), {"axes": (curve["x_is"], curve["y_is"])})
+            lines[f"{curve['implementation']}: {curve['verdict']}{p}"] = (
+                [x for x, _ in points], [y / largest for _, y in points])  # fmt: skip
+        made = []
+        for (statistics, test), lines in found.items():
+            x, y = (WORDS[word] for word in lines.pop("axes"))
+            logs = "xy" if statistics == "fastdp" else "x" if test == "no_clipping" else ""
+            made.append(Panel(f"{statistics}: {test}; {network}, {optimizer}", lines, x, f"{y} / largest", logs))
+        name = re.sub("[^a-z0-9]+", "_", f"private bugs {network} {optimizer}".lower())
+        panels(folder / f"{name}.png", made, columns=3)
+
+
+def report(doc: Path = DOC, runs: Path = RUNS, draw: bool = True) -> None:
     """Put the tables of the rows between the marks of the page, and draw its figures."""
-    with runs.open(newline="") as file:
-        rows: list[Row] = [dict(row) for row in csv.DictReader(file)]
+    rows: list[Row] = [dict(row) for row in read_rows(runs)]
     text = doc.read_text()
     doc.write_text(between(text, "private bugs", tables(rows)))
-    if figures:
-        from private_bugs_plots import plot, read
-
-        plot([line for line in read(CURVES) if (line["network"], line["optimizer"]) in SHOWN], doc.parent)
+    if draw:
+        figures([line for line in read_curves(CURVES) if (line["network"], line["optimizer"]) in SHOWN], doc.parent)

@@ -14,8 +14,6 @@ from __future__ import annotations
 import csv
 import functools
 import gzip
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,15 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import fastdp
-from examples.papers import common, resume
+from examples.papers import common
+from examples.papers.pictures import Panel, panels, picture
+from examples.papers.training import loader, train
 
 POINTS = 20  # moments at which the losses are kept, beside the end
 RUNS = 30  # the paper's
 epsilons = functools.lru_cache(common.epsilons)  # the same for every seed
-COLOURS = ("#4477aa", "#228833", "#bb5566", "black")
 
 
 class Task(NamedTuple):
@@ -54,9 +51,13 @@ class Way(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """An experiment: optimizers by name, the batch (0: all records), epochs, noise; the share that is trained on."""
+    """An experiment: its file, where it is from and what is between its columns; optimizers by name, the batch (0: all
+    records), epochs, noise; the share that is trained on."""
 
     name: str
+    file: str
+    where: str
+    delimiter: str
     ways: tuple[Way, ...]
     private: Callable[..., fastdp.PrivateOptimizer]
     plain: Callable[..., torch.optim.Optimizer]
@@ -100,125 +101,68 @@ def delta_of(records: int) -> float:
     return 1 / (1.1 * records)
 
 
-def run(plan: Plan, way: Way, task: Task, seed: int, epochs: int, kept: resume.Checkpoint
-        ) -> tuple[list[float], dict[str, float], int]:  # fmt: skip
-    """Training losses at POINTS + 1 moments, metrics, steps. A seed draws the weights."""
+def run(plan: Plan, way: Way, task: Task, seed: int, epochs: int, kept: common.Checkpoint
+        ) -> tuple[dict[str, float], dict[str, Any]]:  # fmt: skip
+    """Metrics, and the setting's columns; the losses at POINTS + 1 moments are in kept.state["more"]."""
     torch.manual_seed(seed)
-    device = task.x.device
-    model = network(task.x.shape[1]).to(device)
+    model = network(task.x.shape[1]).to(task.x.device)
     private, batch = bool(way.clipping), plan.batch or len(task.x)
-    before = kept.load() or {"steps": 0, "counts": (0, 0), "points": []}
-    begun, losses = int(before["steps"]), list(before["points"])
-    batches = common.loader(task.x, task.y, batch, None if private else 1000 * begun + seed)
+    batches = loader(task.x, task.y, batch, None if private else 1000 * kept.state.get("steps", 0) + seed)
     optimizer: Any
     if private:
         optimizer = plan.private(model, lr=way.lr, noise_multiplier=plan.sigma, max_grad_norm=way.max_grad_norm,
                                  clipping=way.clipping)  # fmt: skip
     else:
         optimizer = plan.plain(model.parameters(), lr=way.lr)
-    if begun:
-        resume.take_up(before, model, optimizer)
-    steps = epochs * batches.steps_per_epoch
+    steps, more = epochs * batches.steps_per_epoch, {"points": list[float]()}
     moments = {round(k * steps / POINTS) for k in range(POINTS)}
 
     def look(done: int) -> None:
-        if begun + done in moments and len(losses) < POINTS:
-            losses.append(loss_of(model, task.x, task.y))
+        if done in moments and len(more["points"]) < POINTS:
+            more["points"].append(loss_of(model, task.x, task.y))
 
-    def save(until: common.Run) -> None:
-        done = begun + until.steps
-        if done < steps and (plan.batch or done % (steps // POINTS) == 0):  # a full batch is a pass: not after each
-            counts = tuple(a + b for a, b in zip(before["counts"], until.counts, strict=True))
-            kept.save(resume.state_of(model, optimizer, steps=done, counts=counts, points=losses))
-
-    found = common.train(model, optimizer, batches, F.mse_loss, steps=steps - begun, before=look, so_far=save,
-                         lines=False, text=f"{way.name}, seed {seed}")  # fmt: skip
+    found = train(model, optimizer, batches, F.mse_loss, steps=steps, before=look, kept=kept, more=more,
+                  keep=max(1, steps // POINTS), lines=False, text=f"{way.name}, seed {seed}")  # fmt: skip
+    losses = more["points"]
     losses.append(loss_of(model, task.x, task.y))
     metrics = {"training loss": losses[-1], "test loss": loss_of(model, task.x_test, task.y_test),
                "training loss at half time": losses[POINTS // 2],
                "largest rise": max(b - a for a, b in zip(losses[:-1], losses[1:], strict=True)),
                "share above its lowest": losses[-1] / min(losses) - 1}  # fmt: skip
+    columns = {"train_records": len(task.x), "epochs": epochs, "steps": steps, "batch": batch, "lr": way.lr,
+               "seconds": found.seconds}  # fmt: skip
     if private:
-        over, of = (a + b for a, b in zip(before["counts"], found.counts, strict=True))
         metrics |= epsilons(plan.sigma, batches.sample_rate, steps, delta_of(len(task.x)))
-        metrics["share longer than R"] = over / max(of, 1)
+        metrics["share longer than R"] = found.clipped or 0.0
+        columns |= {"sigma": plan.sigma, "delta": delta_of(len(task.x)), "R": way.max_grad_norm,
+                    "clipping": way.clipping, "style": "flat", "epsilon": metrics["epsilon_gdp"],
+                    "accountant": "gdp"}  # fmt: skip
         optimizer.detach()
-    return losses, metrics, steps
+    return metrics, columns
 
 
-def picture(plan: Plan, curves: dict[str, list[list[float]]], path: Path) -> None:
-    """Mean of the runs, and a band of one standard deviation."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.4, 3.8), layout="constrained")
-    axes = figure.add_subplot()
-    for colour, (name, found) in zip(COLOURS, ((k, v) for k, v in curves.items() if v), strict=False):
-        stacked = torch.tensor(found)
-        mean, std = stacked.mean(0), stacked.std(0, correction=0)
-        moments = torch.linspace(0, 1, POINTS + 1)
-        axes.plot(moments, mean, color=colour, label=f"{name} ({len(found)} runs)")
-        axes.fill_between(moments, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
-    axes.set(
-        xlabel="share of the steps", ylabel="training loss (standardized, squared)", title=plan.name, ylim=(0, None)
-    )
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
-def options_of(description: str, stem: str, arguments: Sequence[str] | None) -> Any:
-    """Parse the command line."""
-    made = common.parser(description, stem)
-    resume.add(made, f"the paper's {RUNS} runs of each case")
-    options = made.parse_args(arguments)
-    resume.check(made, options)
-    options.stem = stem
-    options.seeds = max(options.seeds, RUNS) if options.full else options.seeds
-    return options
-
-
-def main(plan: Plan, options: Any, numbers: Tensor) -> dict[str, list[list[float]]]:
+def main(plan: Plan, description: str, stem: str, arguments: Sequence[str] | None) -> dict[str, list[list[float]]]:
     """All runs; rows are written after each. Returns the loss curves by way, those of runs done before included."""
+    options = common.parser(description, stem, f"the paper's {RUNS} runs of each case").parse_args(arguments)
+    options.seeds = max(options.seeds, RUNS) if options.full else options.seeds
+    path = common.need([options.data / plan.file] if options.data else [], f"{plan.file}: {plan.where}")
+    numbers = read(path, plan.delimiter)[1]
     task = Task(*(t.to(options.device) for t in split(numbers, plan.share)))
     mode, epochs = ("quick", max(1, plan.epochs // 10)) if options.quick else ("full", plan.epochs)
-    curves: dict[str, list[list[float]]] = {way.name: [] for way in plan.ways}
-    for seed in common.seeds(options):
-        for way in plan.ways:
-            start = time.perf_counter()
-            setting = {**way._asdict(), "experiment": plan.name, "batch": plan.batch, "epochs": epochs,
-                       "sigma": plan.sigma, "records": len(task.x)}  # fmt: skip
-            kept = resume.Checkpoint(options, f"{plan.name}_{way.name}, seed {seed}", setting)
-            if kept.done:
-                curves[way.name].append((kept.load() or {})["points"])
-                continue
-            try:
-                losses, metrics, steps = run(plan, way, task, seed, epochs, kept)
-            except resume.Stopped:
-                print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
-                return curves
-            curves[way.name].append(losses)
-            private = dict(sigma=plan.sigma, delta=delta_of(len(task.x)), R=way.max_grad_norm, clipping=way.clipping,
-                           style="flat", epsilon=metrics.get("epsilon_gdp"), accountant="gdp")  # fmt: skip
-            common.write(options.out, common.rows(
-                options, plan.name, way.name, mode, seed, metrics, train_records=len(task.x), epochs=epochs,
-                steps=steps, batch=plan.batch or len(task.x), lr=way.lr, seconds=time.perf_counter() - start,
-                **(private if way.clipping else {}),
-            ))  # fmt: skip
-            kept.finish({"points": losses})
-            print(f"seed {seed}, {way.name}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()), flush=True)
-    for name, found in curves.items():
+    ways = {way.name: way for way in plan.ways}
+    curves: dict[str, list[list[float]]] = {name: [] for name in ways}
+    common_mark = {"batch": plan.batch, "epochs": epochs, "sigma": plan.sigma, "records": len(task.x)}
+    common.drive(
+        options, plan.name, {name: {**way._asdict(), **common_mark} for name, way in ways.items()},
+        lambda name, seed, kept, tell: tell(mode, *run(plan, ways[name], task, seed, epochs, kept)),
+        lambda name, kept: curves[name].append(kept.state["more"]["points"]),
+    )  # fmt: skip
+    for name, found in ((name, found) for name, found in curves.items() if found):
         last = torch.tensor(found)[:, -1]
-        print(
-            f"{name}: training loss {float(last.mean()):.4f} +- {float(last.std(correction=0)):.4f} ({len(found)} runs)"
-        )
-    path = common.picture(options, options.stem)
-    if path is not None:
-        picture(plan, curves, path)
+        spread = float(last.std(correction=0))
+        print(f"{name}: training loss {float(last.mean()):.4f} +- {spread:.4f} ({len(found)} runs)")
+    if (path := picture(options, stem)) is not None:
+        moments = torch.linspace(0, 1, POINTS + 1).tolist()
+        named = {f"{name} ({len(found)} runs)": (moments, found) for name, found in curves.items() if found}
+        panels(path, [Panel(plan.name, named, "share of the steps", "training loss (standardized, squared)")])
     return curves
-
-
-def data(options: Any, file: str, where: str) -> Path:
-    """The file in the folder that was given; exits with where to get it."""
-    if options.data is None or not (options.data / file).exists():
-        given = f"not in {options.data}" if options.data else "give its folder as --data"
-        raise SystemExit(f"this experiment reads {file}: {given}.\n{where}")
-    return Path(options.data) / file

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.report import between
+from benchmarks.tables import between, table
 from examples.papers import dp_loss_report
 from examples.papers.common import COLUMNS, MODES, ROOT
 
@@ -152,11 +152,6 @@ def theirs(row: Row) -> str:
         return number(row["metric"], float(row["paper"]))
     except ValueError:
         return row["paper"] or "not stated"
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    cells = [[text.replace("|", "\\|").replace("\n", " ") for text in line] for line in lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [list(head), ["---"] * len(head), *cells])
 
 
 # ---------------------------------------------------------------------- blocks

@@ -11,7 +11,6 @@ only scales the noise, and lr alone scales the signal. The privacy is the same i
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -24,10 +23,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
+from benchmarks.tables import read_rows
 from examples.papers import common
 from examples.papers import pretrained as frozen
-from examples.papers import vit_grid_plots as plots
-from fastdp.calibration import calibration
+from examples.papers.pictures import Grid, Panel, grids, panels, picture
+from examples.papers.training import loader, logits_of, test_metrics, train
 
 EXPERIMENT = "ViT lr x R grid, CIFAR-10"
 DEV = 5000  # training images held out, on which the best cell is chosen
@@ -49,13 +49,12 @@ CASES = (Case("linear", "flat"), Case("mlp", "flat"), Case("mlp", "layerwise"))
 
 
 class Cell(NamedTuple):
-    """One run: test metrics by name (and dev_accuracy, temperature), the share of gradients clipped."""
+    """One run: test metrics by name, and dev_accuracy, temperature, clipped (the share of gradients)."""
 
     case: str
     lr: float
     R: float
     seed: int
-    clipped: float
     metrics: dict[str, float]
 
 
@@ -141,26 +140,24 @@ def train_cell(data: frozen.Features, case: Case, lr: float, R: float, seed: int
     """
     x, y = data.train
     model = head_of(case.head, x.shape[1], seed)
-    batches = common.loader(x, y, min(options.batch, len(y) // 4), seed=noise_seed)
+    batches = loader(x, y, min(options.batch, len(y) // 4), seed=noise_seed)
     steps = options.epochs * batches.steps_per_epoch
     optimizer = fastdp.DPSGD(model, lr=lr, noise_multiplier=sigma, max_grad_norm=R, style=case.style, seed=noise_seed)
-    done = common.train(model, optimizer, batches, steps=steps, text=f"{case}, lr {lr:.2g}, R {R:.3g}", lines=False)
+    done = train(model, optimizer, batches, steps=steps, text=f"{case}, lr {lr:.2g}, R {R:.3g}", lines=False)
     optimizer.detach()
-    dev, test = (common.logits_of(model, part[0], 5000) for part in (data.dev, data.test))
-    metrics = {**common.test_metrics(test, data.test[1]), "temperature": temperature(dev, data.dev[1]),
-               "dev_accuracy": calibration(dev, data.dev[1]).accuracy, "clipped": done.clipped or 0.0}  # fmt: skip
-    return Cell(str(case), lr, R, seed, done.clipped or 0.0, metrics), done.seconds
+    dev, test = (logits_of(model, part[0], 5000) for part in (data.dev, data.test))
+    metrics = {**test_metrics(test, data.test[1]), "temperature": temperature(dev, data.dev[1]),
+               "dev_accuracy": test_metrics(dev, data.dev[1])["accuracy"], "clipped": done.clipped or 0.0}  # fmt: skip
+    return Cell(str(case), lr, R, seed, metrics), done.seconds
 
 
 def kept_cells(path: Path, columns: dict[str, Any]) -> dict[tuple[str, str, str, str], dict[str, float]]:
     """{(case, seed, lr, R) as written: metrics} of the cells in a file whose rows have these columns."""
     found: dict[tuple[str, str, str, str], dict[str, float]] = {}
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if all(row[name] == str(value) for name, value in columns.items()):
-                    key = (row["case"], row["seed"], row["lr"], row["R"])
-                    found.setdefault(key, {})[row["metric"]] = float(row["value"])
+    for row in read_rows(path):
+        if all(row[name] == str(value) for name, value in columns.items()):
+            key = (row["case"], row["seed"], row["lr"], row["R"])
+            found.setdefault(key, {})[row["metric"]] = float(row["value"])
     return found
 
 
@@ -182,8 +179,8 @@ def explained(cells: Sequence[Cell], by: Callable[[Cell], float], metric: str = 
 
 def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
     """Of one case and seed: {which R: metrics}: the cell best on held-out images, and what accuracy depends on."""
-    regimes = {"any R": list(cells), "small R": [cell for cell in cells if cell.clipped >= SMALL],
-               "large R": [cell for cell in cells if cell.clipped <= LARGE]}  # fmt: skip
+    regimes = {"any R": list(cells), "small R": [cell for cell in cells if cell.metrics["clipped"] >= SMALL],
+               "large R": [cell for cell in cells if cell.metrics["clipped"] <= LARGE]}  # fmt: skip
     found = {}
     for name, some in regimes.items():
         if not some:
@@ -196,65 +193,103 @@ def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
     return found
 
 
+# ---------------------------------------------------------------------- pictures
+
+
+def mean(cells: Sequence[Cell], metric: str, case: str, lr: float, R: float) -> float:
+    """Over seeds; not-a-numbers stay."""
+    found = [c.metrics[metric] for c in cells if (c.case, c.lr, c.R) == (case, lr, R)]
+    return sum(found) / len(found)
+
+
+def best_rates(cells: Sequence[Cell], case: str) -> dict[float, float]:
+    """By R: the lr of the best mean accuracy on held-out images."""
+    rates, radii = (sorted({getattr(c, name) for c in cells if c.case == case}) for name in ("lr", "R"))
+    return {R: max(rates, key=lambda lr: mean(cells, "dev_accuracy", case, lr, R)) for R in radii}
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Heat maps of accuracy and ECE by lr and R; beside them accuracy, ECE and the best temperature by R, each R at its
+    best learning rate."""
+    cases = list(dict.fromkeys(c.case for c in cells))
+    maps, lines = [], []
+    for case in cases:
+        rates, radii = (sorted({getattr(c, name) for c in cells if c.case == case}) for name in ("lr", "R"))
+        for metric, colours in (("accuracy", "viridis"), ("ece", "magma_r")):
+            values = [[100 * mean(cells, metric, case, lr, R) for lr in rates] for R in reversed(radii)]
+            texts = [[f"{value:.0f}" for value in line] for line in values]
+            maps.append(Grid(f"{metric}, %: {case}; R by lr", values, texts, [f"{R:.2g}" for R in reversed(radii)],
+                             [f"{lr:.2g}" for lr in rates], colours))  # fmt: skip
+    grids(path, maps)
+    for metric, label, logs in (
+        ("accuracy", "accuracy", "x"),
+        ("ece", "ECE", "x"),
+        ("temperature", "temperature", "xy"),
+    ):
+        curves = {}
+        for case in cases:
+            best = best_rates(cells, case)
+            curves[case] = list(best), [mean(cells, metric, case, lr, R) for R, lr in best.items()]
+        lines.append(Panel("", curves, "clipping norm R (each at its best learning rate)", label, logs))
+    panels(path.with_name("vit_grid_temperature.png"), lines)
+
+
+# ---------------------------------------------------------------------- the grid
+
+
+def planned(options: Any, records: int) -> dict[str, Any]:
+    """The setting of all cells, as columns of their rows: the noise is that which costs --epsilon."""
+    batch = min(options.batch, records // 4)
+    rate = batch / records
+    steps = options.epochs * fastdp.accounting.steps_per_epoch(rate)
+    sigma = fastdp.noise_multiplier_for(target_epsilon=options.epsilon, delta=options.delta, sample_rate=rate,
+                                        steps=steps)  # fmt: skip
+    spent = fastdp.accounting.epsilon_of([(sigma, rate, steps)], options.delta)
+    return {"train_records": records, "epochs": options.epochs, "steps": steps, "batch": batch, "sigma": sigma,
+            "epsilon": spent, "delta": options.delta, "accountant": "prv", "clipping": "local"}  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Cell]:
     """Train every cell of every case; write cells, what they come to, and pictures."""
     options = parser().parse_args(arguments)
-    options.command = frozen.told(options.command)
     options.cells = options.cells or options.out.with_name("vit_grid_cells.csv")
     if options.quick:
         options.records, options.test_records = min(options.records, 1600), min(options.test_records, 800)
         options.batch, options.every = min(options.batch, 200), max(options.every, 3)
     data = read(options)
-    whole = len(data.train[1]) >= 45000 and not options.changed & {
-        "epsilon",
-        "delta",
-        "batch",
-        "epochs",
-        "test_records",
-    }
-    mode = "quick" if options.quick else "full" if whole else "short"
-    batch = min(options.batch, len(data.train[1]) // 4)
-    rate = batch / len(data.train[1])
-    steps = options.epochs * fastdp.accounting.steps_per_epoch(rate)
-    sigma = fastdp.noise_multiplier_for(target_epsilon=options.epsilon, delta=options.delta, sample_rate=rate,
-                                        steps=steps)  # fmt: skip
-    spent = fastdp.accounting.epsilon_of([(sigma, rate, steps)], options.delta)
-    setting = {
-        "train_records": len(data.train[1]), "epochs": options.epochs, "steps": steps, "batch": batch,
-        "sigma": sigma, "epsilon": spent, "delta": options.delta, "accountant": "prv", "clipping": "local",
-    }  # fmt: skip
-    same = {"mode": mode, "sigma": f"{sigma:.6g}", **{n: setting[n] for n in ("train_records", "epochs", "batch")}}
+    setting = planned(options, len(data.train[1]))
+    changed = options.changed & {"epsilon", "delta", "batch", "epochs", "test_records"}
+    mode = "quick" if options.quick else "full" if len(data.train[1]) >= 45000 and not changed else "short"
+    same = {"mode": mode, "sigma": f"{setting['sigma']:.6g}"}
+    same |= {name: setting[name] for name in ("train_records", "epochs", "batch")}
     old = kept_cells(options.cells, same) if options.resume else {}
     rates, radii = RATES[:: options.every], RADII[:: options.every]
     cells: list[Cell] = []
-    for case in (case for case in CASES if not options.cases or str(case) in options.cases):
-        setting["style"] = case.style
-        for seed in common.seeds(options):
-            mine: list[Cell] = []
-            for R in radii:
-                for lr in rates:
-                    known = old.get((f"{case}; one cell", str(seed), f"{lr:.6g}", f"{R:.6g}"))
-                    if known is not None:
-                        mine.append(Cell(str(case), lr, R, seed, known["clipped"], known))
-                        continue
-                    cell, seconds = train_cell(data, case, lr, R, seed, sigma, options)
-                    mine.append(cell)
-                    common.write(options.cells, common.rows(
-                        options, EXPERIMENT, f"{case}; one cell", mode, seed, cell.metrics, **setting, lr=lr, R=R,
-                        seconds=seconds,
-                    ))  # fmt: skip
-                print(f"{case}, seed {seed}, R {R:.3g}: " + " ".join(
-                    f"{100 * cell.metrics['accuracy']:.0f}" for cell in mine[-len(rates) :]), flush=True)  # fmt: skip
-            for regime, metrics in summary(mine).items():
-                print(f"  {regime}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-                common.write(options.out, common.rows(
-                    options, EXPERIMENT, f"{case}; {regime}", mode, seed, metrics, **setting,
+
+    def run(name: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
+        case, mine = cases[name], list[Cell]()
+        for R in radii:
+            for lr in rates:
+                known = old.get((f"{case}; one cell", str(seed), f"{lr:.6g}", f"{R:.6g}"))
+                if known is not None:
+                    mine.append(Cell(name, lr, R, seed, known))
+                    continue
+                cell, seconds = train_cell(data, case, lr, R, seed, setting["sigma"], options)
+                mine.append(cell)
+                common.write(options.cells, common.rows(
+                    options, EXPERIMENT, f"{case}; one cell", mode, seed, cell.metrics, **setting, style=case.style,
+                    lr=lr, R=R, seconds=seconds,
                 ))  # fmt: skip
-            cells += mine
-    for name, draw in (("vit_grid", plots.heat_maps), ("vit_grid_temperature", plots.by_radius)):
-        if (path := common.picture(options, name)) is not None:
-            draw(cells, path)
-            print(f"wrote {path}")
+            print(f"{case}, seed {seed}, R {R:.3g}: " + " ".join(
+                f"{100 * cell.metrics['accuracy']:.0f}" for cell in mine[-len(rates) :]), flush=True)  # fmt: skip
+        for regime, metrics in summary(mine).items():
+            tell(mode, metrics, {**setting, "style": case.style}, case=f"{case}; {regime}")
+        cells.extend(mine)
+
+    cases = {str(case): case for case in CASES if not options.cases or str(case) in options.cases}
+    common.drive(options, EXPERIMENT, {name: {**same, "every": options.every} for name in cases}, run)
+    if (path := picture(options, "vit_grid")) is not None:
+        draw(cells, path)
     return cells
 
 

@@ -23,10 +23,9 @@ import fastdp
 from examples.papers import regression
 from examples.papers.regression import Plan, Way
 
-FILE = "winequality-red.csv"
-WHERE = "It is the red wine of https://archive.ics.uci.edu/dataset/186/wine+quality (CC BY 4.0)."
 PLAN = Plan(
-    "Wine Quality",
+    "Wine Quality", "winequality-red.csv",
+    "It is the red wine of https://archive.ics.uci.edu/dataset/186/wine+quality (CC BY 4.0).", ";",
     (Way("local, R = 2", "local", 2.0, 0.03), Way("local, R = 20", "local", 20.0, 0.003),
      Way("global, R = 20", "global", 20.0, 0.003), Way("not private", "", 0.0, 0.001)),
     fastdp.DPSGD, torch.optim.SGD, batch=0, epochs=2000, sigma=35.0, share=0.8,
@@ -35,9 +34,7 @@ PLAN = Plan(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[list[float]]]:
     """Run, print, write rows and the picture."""
-    options = regression.options_of(__doc__ or "", "wine", arguments)
-    _, numbers = regression.read(regression.data(options, FILE, WHERE), ";")
-    return regression.main(PLAN, options, numbers)
+    return regression.main(PLAN, __doc__ or "", "wine", arguments)
 
 
 if __name__ == "__main__":

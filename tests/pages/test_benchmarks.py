@@ -1,125 +1,102 @@
-"""The benchmarks measure what they say: floors are the design's, wrong operators get no time, rows are kept."""
+"""The other benchmarks measure what they say: floors are the design's, wrong operators get no time, rows are kept."""
 
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import device, floor, kernels, planner, timing, training
+import fastdp
+from benchmarks import device, floor, host, kernels, planner, smoke, timing, training
+from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.language import LSTM
 from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
 from benchmarks.suites import OTHERS, SMALL, words
-from benchmarks.vision import resnet18
-from fastdp.grad_sample import cost_model
+from fastdp.errors import ParameterError
 from fastdp.grad_sample.cost_model import Shape
 
 GPU = (8e14, 3e12)  # operations and bytes a second
 
 
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 # ---------------------------------------------------------------------- floors
 
 
-def test_floor_of_one_product_by_hand() -> None:
-    def of(t: int, *layers: tuple[int, int], frozen: int = 0) -> float:
+def test_floors_by_hand() -> None:
+    def of(t: int, *layers: tuple[int, int], frozen: int = 0, roof: tuple[float, float] = (1.0, 1e-9)) -> float:
         def build() -> nn.Module:
             model = nn.Sequential(*[nn.Linear(i, o) for i, o in layers])
             model[:frozen].requires_grad_(False)
             return model
 
-        batch = lambda b: (torch.randn(b, t, 40), torch.zeros(b))
-        return floor.floor(Workload(build, batch, class_losses, 2), (1.0, 1e-9))
+        return floor.floor(Workload(build, lambda b: (torch.randn(b, t, 40), torch.zeros(b)), class_losses, 2), roof)
 
     # forward and weight gradient (the data needs none), and the gram norm: T (I + O) / 2IO = 5 * 100 / 4800
     assert of(5, (40, 60)) == pytest.approx((2 + 500 / 4800) / 2)
     assert of(500, (40, 60)) == pytest.approx(3 / 2)  # directly
     assert of(500, (40, 60), (60, 40), frozen=1) == pytest.approx((1 + 3) / (1 + 2))
     assert of(500, (40, 60), (60, 40)) == pytest.approx((3 + 4) / (2 + 3))
+    # stored: 8 B I O bytes at 100 a second over 2 B T I O operations at 10 a second
+    assert of(500, (40, 60), roof=(10.0, 100.0)) == pytest.approx((2 + 8 / 100 / (2 * 500 / 10)) / 2)
 
 
-def test_floor_by_stored_gradients_where_bytes_are_cheap() -> None:
-    work = Workload(lambda: nn.Linear(40, 60), lambda b: (torch.randn(b, 500, 40), torch.zeros(b)), class_losses, 2)
-    # 8 B I O bytes at 100 a second over 2 B T I O operations at 10 a second
-    assert floor.floor(work, (10.0, 100.0)) == pytest.approx((2 + 8 / 100 / (2 * 500 / 10)) / 2)
-
-
-def test_floors_of_the_large_workloads() -> None:
+def test_floors_see_every_product_of_the_workloads() -> None:
     known = {"vit-b16": (1.05, 1.07), "gpt2": (1.23, 1.27), "gpt2-large": (1.05, 1.12), "llama-1b": (1.08, 1.16),
              "llama-lora": (1.0, 1.02), "gpt2-lora": (1.0, 1.01), "bert": (1.12, 1.17)}  # fmt: skip
     for name, (low, high) in known.items():
         assert low < floor.floor(LARGE[name], GPU) < high, (name, floor.floor(LARGE[name], GPU))
-
-
-def test_floor_sees_every_product_and_attention() -> None:
     found = floor.shapes(OTHERS["resnet"])
     assert len(found.products) == 1 + 4 * 2 + 3 + 1 and found.attention == 0
     assert found.products[0] == floor.Product(32, 1024, 27, 32, True, False)
     found = floor.shapes(SMALL["llama-1b"])  # T=13, 8 heads of 8, causal; forward 2 and backward 5 products
     assert found.attention == pytest.approx(2 * (3 * 8 * 8 * 13 * 13 * 4 / 2) * 3.5)
-
-
-def test_floor_of_a_grouped_convolution_by_hand() -> None:
-    def of(groups: int) -> floor.Product:
-        def batch(b: int) -> tuple[Tensor, Tensor]:
-            return torch.randn(b, 8, 6, 6), torch.zeros(b)
-
-        model = nn.Conv2d(8, 16, 3, padding=1, groups=groups)
-        return floor.shapes(Workload(lambda: model, batch, class_losses, 2)).products[0]
-
-    assert of(4) == floor.Product(2, 36, 2 * 9, 16, True, False, 4)
-    slow = (1.0, 1e-9)  # no bytes to store gradients in
-    assert of(8).norm_units(slow) == 1.0  # depthwise: the gram matrix would be dearer than the product
+    recurrent = floor.shapes(words(lambda t: LSTM(97, 12, 16), 9, 97, 3)).products
+    sizes = [(p.t, p.i, p.o) for p in recurrent]
+    assert sizes == [(9, 12, 64), (9, 16, 64), (9, 16, 64), (9, 16, 64), (9, 16, 97)]
+    model = nn.Conv2d(8, 16, 3, padding=1, groups=4)
+    work = Workload(lambda: model, lambda b: (torch.randn(b, 8, 6, 6), torch.zeros(b)), class_losses, 2)
+    (grouped,) = floor.shapes(work).products
+    assert grouped == floor.Product(2, 36, 2 * 9, 16, True, False, 4)
     # 18 data and 4 output channels a group: T (I + O/g) / (2 I O/g), with T = 2 of the 36 positions
-    assert of(4)._replace(t=2).norm_units(slow) == pytest.approx(2 * (18 + 4) / (2 * 18 * 4))
+    assert grouped._replace(t=2).norm_units((1.0, 1e-9)) == pytest.approx(2 * (18 + 4) / (2 * 18 * 4))
 
 
-def test_floor_sees_recurrent_layers() -> None:
-    found = floor.shapes(words(lambda t: LSTM(97, 12, 16), 9, 97, 3))
-    first, second, head = found.products[:2], found.products[2:4], found.products[4]
-    # the embedding's output needs a gradient, so the first layer's products with the data have one
-    assert first == [floor.Product(3, 9, 12, 64, True, True), floor.Product(3, 9, 16, 64, True, True)]
-    assert second == [floor.Product(3, 9, 16, 64, True, True)] * 2 and head == floor.Product(3, 9, 16, 97, True, True)
+# ---------------------------------------------------------------------- rows and versions
 
 
-def test_floor_of_the_first_convolution_needs_no_input_gradient() -> None:
-    found = floor.shapes(Workload(lambda: resnet18(8, 10, 2), SMALL["resnet18"].batch, class_losses, 2))
-    assert [p.input_gradient for p in found.products].count(False) == 1 and not found.products[0].input_gradient
-    assert len(found.products) == 1 + 16 + 3 + 1
-
-
-# ---------------------------------------------------------------------- tables, kernels, planner
-
-
-def test_rows_are_added_to_a_file_with_other_columns(tmp_path: Path) -> None:
+def test_rows_are_added_to_a_file_with_other_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.csv"
     timing.append(path, [{"a": 1, "b": 2, "left": 3}], ("a", "b"))
     timing.append(path, [{"a": 4, "c": 5}], ("a", "c"))
-    with path.open(newline="") as file:
-        assert list(csv.DictReader(file)) == [{"a": "1", "b": "2", "c": "-"}, {"a": "4", "b": "-", "c": "5"}]
-
-
-def test_the_commit_may_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing.append(path, [{"c": 6}], ("a", "c"))
+    assert [tuple(row.values()) for row in rows_of(path)] == [("1", "2", "-"), ("4", "-", "5"), ("-", "-", "6")]
     monkeypatch.setenv("FASTDP_COMMIT", "abc1234")
-    assert timing.versions()["commit"] == "abc1234"
+    assert timing.versions()["commit"] == "abc1234" and tuple(timing.versions()) == timing.FACTS
 
 
 def test_there_is_no_figure_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "missing", lambda kind: {"not built: do this": ["a"]} if kind == "cpu" else {})
-    with pytest.raises(SystemExit, match="no figure is taken without fastdp's kernels: not built: do this"):
-        timing.require_kernels()
     for main, command in ((training.main, ["--suite", "quick"]), (device.main, ["host", "--device", "cpu"])):
-        with pytest.raises(SystemExit, match="no figure"):
+        with pytest.raises(SystemExit, match="no figure is taken without fastdp's kernels: not built: do this"):
             main(command)
     monkeypatch.setattr(timing, "missing", lambda kind: {})  # as where FASTDP_CPU=0
     timing.require_kernels()
     monkeypatch.setattr(timing, "native", lambda: "not built")
     assert str(timing.versions()["fastdp"]).endswith(", without _C")
-    monkeypatch.undo()
-    assert "without" not in str(timing.versions()["fastdp"]) and tuple(timing.versions()) == timing.FACTS
+
+
+# ---------------------------------------------------------------------- kernels, planner, host, device, smoke, scale
 
 
 def test_a_failing_or_wrong_operator_is_a_row_without_a_time() -> None:
@@ -148,23 +125,117 @@ def test_routes_of_the_planner_benchmark_agree(family: str) -> None:
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    if family == "linear":
-        routes = planner.linear(Shape("linear", 3, 5, 7, 4), make)
-    else:
-        routes = planner.convolution(Shape("conv", 3, 16, 18, 4), 4, 3, make)
+    linear = Shape("linear", 3, 5, 7, 4)
+    routes = planner.linear(linear, make) if family == "linear" else planner.convolution(
+        Shape("conv", 3, 16, 18, 4), 4, 3, make)  # fmt: skip
     results = {name: run() for name, run in routes.items()}
     for norms, total in results.values():  # type: ignore[misc]
         torch.testing.assert_close(norms.float(), results["direct"][0].float())
         torch.testing.assert_close(total.flatten(), results["direct"][1].flatten())
 
 
-def test_planner_rows_and_summary() -> None:
-    shape = Shape("linear", 2, 8, 16, 16)
-    predicted = planner.routes_to_try(shape, cost_model.DEFAULT)
-    assert set(predicted) == {"gram", "direct", "materialise"}
-    assert "materialise" not in planner.routes_to_try(Shape("linear", 32, 8, 4096, 8192), cost_model.DEFAULT)
-    routes = planner.linear(shape, lambda *size: torch.randn(size))
-    row = planner.measure(shape, routes, predicted, "gram", torch.device("cpu"), 3)
-    assert float(str(row["loss"])) >= 0 and row["chosen"] == "gram"
-    text = planner.summary([{**row, "loss": "0.14"}, {**row, "loss": "0.16"}])
-    assert "1 of 2 cases (50.0 %)" in text
+def test_the_planners_rows_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out, measure = tmp_path / "planner.csv", planner.measure
+
+    def cut_short(*args: Any) -> timing.Row:
+        if out.exists():
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(planner, "measure", cut_short)
+    monkeypatch.setattr(sys, "argv", ["planner", "--family", "linear", "--rounds", "1", "--out", str(out)])
+    with pytest.raises(KeyboardInterrupt):
+        planner.main()
+    (row,) = rows_of(out)
+    assert float(row["loss"]) >= 0 and float(row[f"{row['chosen']}_ms"]) > 0
+    assert "1 of 2 cases (50.0 %)" in planner.summary([{**row, "loss": "0.14"}, {**row, "loss": "0.16"}])
+
+
+def test_host_times_of_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "host.csv"
+    monkeypatch.setattr(host, "keep_memory", lambda module: None)
+    command = ["host", "--models", "cnn", "--layers", "1", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    host.main()
+    assert {"non-private", "fastdp", "fastdp graphed"} <= {row["contender"] for row in rows_of(out)}
+
+
+def test_what_is_asked_of_a_device_runs_here_at_small_sizes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A contender that fails is a row, and stops no other."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no graph")
+
+    monkeypatch.setitem(CONTENDERS, "fastdp graphed", Contender(fails))  # type: ignore[arg-type]
+    out, profile = tmp_path / "host.csv", tmp_path / "profile.txt"
+    small = ["--device", "cpu", "--small", "--models", "gpt2"]
+    device.main(["host", *small, "--out", str(out), "--profile", str(profile)])
+    rows = {row["contender"]: row for row in rows_of(out)}
+    assert list(rows) == list(device.CONTENDERS) and rows.pop("fastdp graphed")["wall_ms"] == "RuntimeError"
+    assert all(float(row["wall_ms"]) >= float(row["host_ms"]) > 0 for row in rows.values())
+    assert "aten::" in profile.read_text()
+    with pytest.raises(SystemExit, match="fastdp graphed: RuntimeError: no graph"):
+        device.main(["one", *small])
+    monkeypatch.undo()
+    device.main(["one", *small])
+    device.main(["four", *small])
+    told = capsys.readouterr().out
+    assert "compiled" in told and all(f"{name}: done" in told for name in ("gram", "direct", "clipped", "adamw"))
+
+
+def test_what_users_run_on_a_gpu_runs_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def still(place: torch.device) -> float:
+        model = smoke.classifier(place)
+        smoke.holds(model, {name: p.detach().clone() for name, p in model.named_parameters()})
+        return 0.0
+
+    for module in ("transformers", "peft", "accelerate"):
+        pytest.importorskip(module)
+    with pytest.raises(SystemExit) as ended:
+        smoke.main(["--device", "cpu"])
+    told = capsys.readouterr().out.splitlines()
+    assert not ended.value.code and [line.split()[0] for line in told] == list(smoke.CASES)
+    assert all(line.endswith(" s  ok") for line in told), told
+    monkeypatch.setattr(smoke, "CASES", {"still": still, "loop": smoke.loop})
+    with pytest.raises(SystemExit) as ended:
+        smoke.main(["--device", "cpu", "--out", str(tmp_path / "smoke.csv")])
+    found = {row["case"]: row["result"] for row in rows_of(tmp_path / "smoke.csv")}
+    assert ended.value.code == 1 and found == {"still": "AssertionError: 0.weight has not moved", "loop": "ok"}
+
+
+@pytest.mark.parametrize(("lora", "copies"), [(0, 1), (4, 1), (0, 2)])
+def test_a_step_on_many_ranks_sends_what_an_ordinary_one_does(lora: int, copies: int) -> None:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from benchmarks import scale
+
+    ordinary, private = (scale.one_step(scale.Setting("small", 8, 32, lora, copies), kind) for kind in (False, True))
+    assert private.sent["all-gather"] == ordinary.sent["all-gather"]
+    (number, size), (ordinary_number, ordinary_size) = (m.sent["reduce-scatter"] for m in (private, ordinary))
+    assert number == ordinary_number and size <= 1.03 * ordinary_size  # padded to whole shares
+    more = private.sent["all-reduce"][1] - ordinary.sent.get("all-reduce", (0, 0))[1]
+    assert more <= 8 + 0.01 * ordinary_size  # the number of samples that contribute nothing
+    for kind in ("weights", "moments"):
+        assert private.peak_by[kind] == ordinary.peak_by[kind]
+
+
+def test_rows_of_a_step_on_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from benchmarks import scale
+
+    found = [scale.one_step(scale.Setting("layer", 64, 2048, 16), kind) for kind in (False, True)]
+    ordinary, private = (sum(meter.peak_by.values()) for meter in found)
+    assert private <= 1.05 * ordinary  # adapters hold no more than an ordinary step
+    out = tmp_path / "rows.csv"
+    scale.main(["--sizes", "small", "--ranks", "4", "--tokens", "16", "--lora", "0", "--out", str(out)])
+    assert "reduce-scatter" in capsys.readouterr().out
+    rows = rows_of(out)
+    assert [row["step"] for row in rows] == ["ordinary", "private"] and all(float(row["peak_gib"]) > 0 for row in rows)
+
+
+def test_parameters_without_numbers_are_refused() -> None:
+    with FakeTensorMode(), pytest.raises(ParameterError, match="fake, without values"):
+        fastdp.DPSGD(nn.Linear(2, 2), lr=0.1, noise_multiplier=1.0, expected_batch_size=2)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import fastdp  # noqa: F401  (its exceptions are refusals)
 from benchmarks import coverage, coverage_models
+from benchmarks import coverage_report as report
 from benchmarks.coverage_engines import ENGINES, fastdp_step, one_by_one
 from benchmarks.coverage_losses import losses_for, row_losses
-from benchmarks.coverage_truth import Case, NotBuilt, Sizes, Truth, deliberate, errors_of, judge, size_of, take, truth
+from benchmarks.coverage_truth import Case, NotBuilt, Sizes, Truth, deliberate, errors_of, judge, take, truth
+from benchmarks.timing import append
 from fastdp.errors import SampleMixingError
 
 SIZES = Sizes(3, 5)
@@ -31,23 +33,17 @@ def test_plain_autograd_is_exact(name: str) -> None:
     assert status(CASES[name]) == "exact"
 
 
-def test_fastdp_on_one_case_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_fastdp_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    """What is rightly refused is tried again as users would: with batch norms made group norms, where there are any."""
     out = tmp_path / "rows.csv"
-    results = coverage.main(["--only", "tied_head", "coupled_centred", "--jobs", "1", "--out", str(out)])
-    assert {r["case"]: r["status"] for r in results} == {"tied_head": "exact", "coupled_centred": "rightly refused"}
-    assert "exact 1 (50.0 %), rightly refused 1 (50.0 %)" in capsys.readouterr().out
-    assert len(out.read_text().splitlines()) == 3
-
-
-def test_what_is_rightly_refused_is_tried_again_repaired() -> None:
-    """As a user would do: with batch norms made group norms. What has none is not asked again."""
-    todo = [("named", "fastdp", CASES[name]) for name in ("coupled_batch_norm", "coupled_centred")]
-    found = {r["case"]: r["status"] for r in coverage.run_all(todo, 1, 60.0)}
-    assert found == {
-        "coupled_batch_norm": "rightly refused",
+    names = ("tied_head", "coupled_centred", "coupled_batch_norm")
+    results = coverage.main(["--only", *names, "--jobs", "1", "--out", str(out)])
+    assert {r["case"]: r["status"] for r in results} == {
+        "tied_head": "exact", "coupled_centred": "rightly refused", "coupled_batch_norm": "rightly refused",
         "coupled_batch_norm [repaired]": "exact",
-        "coupled_centred": "rightly refused",
-    }
+    }  # fmt: skip
+    assert "exact 2 (50.0 %), rightly refused 2 (50.0 %)" in capsys.readouterr().out
+    assert len(out.read_text().splitlines()) == 5
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
@@ -114,22 +110,7 @@ def test_a_random_model_is_a_bad_case() -> None:
     assert status(Case("random", build)) == "bad case"
 
 
-def test_a_model_without_gradient_is_not_built() -> None:
-    def build(sizes: Sizes) -> Any:
-        model, batch, losses = CASES["gru"].build(sizes)
-        return model, batch, lambda m, b: losses(m, b) * 0
-
-    assert status(Case("nothing", build)) == "not built"
-
-
 # ---------------------------------------------------------------------- truth and batches
-
-
-def test_clipping_happens() -> None:
-    found = truth(CASES["class_token"], SIZES)
-    norms = [n * found.scale for n in found.norms]
-    assert sorted(norms)[1] == pytest.approx(1) and max(norms) > 1.001 and found.dtype == "float64"
-    assert size_of(found.update) < 1
 
 
 def test_rows_of_a_sample_stay_together() -> None:
@@ -163,17 +144,6 @@ def test_every_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     todo = [("named", "one-by-one", case) for case in (Case("dies", dies), Case("sleeps", sleeps), CASES["gru"])]
     found = {r["case"]: r["status"] for r in coverage.run_all(todo, 2, 2.0)}
     assert found == {"dies": "crashed", "sleeps": "timeout", "gru": "exact"}
-
-
-def test_the_engines_of_the_command_line() -> None:
-    assert list(ENGINES) == [
-        "fastdp",
-        "fastdp-graphed",
-        "opacus-hooks",
-        "opacus-functorch",
-        "opacus-ghost",
-        "one-by-one",
-    ]
 
 
 # ---------------------------------------------------------------------- shrinking
@@ -299,3 +269,43 @@ def test_what_rounding_does_to_a_batch_is_allowed() -> None:
     assert found["status"] == "exact" and "within 4 x" in found["message"] and found["error"] > 1e-3
     assert status(Case("steep", build), slightly_too_long) == "exact"  # no worse than rounding
     assert status(Case("steep", build), unclipped) == "WRONG"
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def row(case: str, status: str, message: str = "", commit: str = "abc", **other: Any) -> dict[str, Any]:
+    base = {"suite": "named", "engine": "fastdp", "case": case, "status": status, "message": message, "commit": commit}
+    return {**base, **other}
+
+
+def test_a_sweep_is_taken_up_again(tmp_path: Any) -> None:
+    path = tmp_path / "rows.csv"
+    assert report.done(path, "abc") == set()
+    append(path, [row("a", "exact"), row("b", "exact", commit="old"), row("c", "refused", commit="abc+changes")],
+           report.COLUMNS)  # fmt: skip
+    assert report.done(path, "abc") == {("named", "fastdp", "a")}
+    assert report.done(path, "abc+changes") == set()  # nobody knows which changes
+    append(path, [row("b", "WRONG")], report.COLUMNS)
+    assert {r["case"]: r["status"] for r in report.read(path)} == {"a": "exact", "b": "WRONG", "c": "refused"}
+
+
+def test_a_sum_of_rows(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """In whatever order rows were written; repaired models in a line of their own; reasons grouped; shares of what was
+    judged; what an engine does not claim is a footnote."""
+    path, notes = tmp_path / "rows.csv", "float32; outside its documentation (batch first)"
+    rows = [row(f"c{i}", "refused", f"SampleMixingError: cumsum() in module 'layers.{i}' along {i}") for i in range(3)]
+    rows += [row("a", "rightly refused", suite="timm"), row("d", "refused", "TypeError: another"), row("e", "exact")]
+    rows += [row("f", "not built", "no"), row("a [repaired]", "exact", suite="timm")]
+    append(path, [*rows, row("b", "WRONG", engine="opacus-ghost", notes=notes)], report.COLUMNS)
+    coverage.main(["--show", str(path)])
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.startswith("|")][2:] == [
+        "| named | fastdp | 6 | 5 | 1 (20.0 %) | 0 | 4 (80.0 %) | 0 | 0 | 0 | 0 | 1 (16.7 %) |",
+        "| named | opacus-ghost | 1 | 1 | 0 | 0 | 0 | 1 (100.0 %) | 0 | 0 | 0 | 0 |",
+        "| timm | fastdp | 1 | 1 | 0 | 1 (100.0 %) | 0 | 0 | 0 | 0 | 0 | 0 |",
+        "| timm, repaired | fastdp | 1 | 1 | 1 (100.0 %) | 0 | 0 | 0 | 0 | 0 | 0 | 0 |",
+    ]
+    assert "- 3 x SampleMixingError: cumsum() in module '…' along #\n  c0, c1, c2" in text
+    assert text.index("3 x Sample") < text.index("1 x TypeError")
+    assert "opacus-ghost: outside its documentation (batch first): b (WRONG)\n" in text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from benchmarks import coverage_timm as suite
@@ -31,23 +29,6 @@ def test_asking_leaves_timm_as_it_was() -> None:
     changes = suite.shapes("resnet18")[0]
     assert changes["layers"] == (1, 1, 1, 1) and changes["num_classes"] == 4
     assert len(suite.made("resnet18", changes).layer1) == 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    depths: tuple[int, ...] = (3, 4)
-    heads: int = 2
-
-
-def test_options_are_shrunk_wherever_they_stand() -> None:
-    assert suite.shrunk("depth", 12, False) == 2 and suite.shrunk("depths", [[2, 3], [4]], False) == [[1, 1], [1]]
-    assert suite.shrunk("model_cfg", {"stage": {"num_blocks": (4, 4), "type": "x"}}, False) == {
-        "stage": {"num_blocks": (1, 1), "type": "x"}
-    }
-    assert suite.shrunk("cfg", (Stage(), Stage((5,))), False) == (Stage((1, 1)), Stage((1,)))
-    assert suite.shrunk("embed_dims", (64, 128), True) == (16, 32) and suite.shrunk("embed_dims", (64,), False) == (64,)
-    blocks = [{"block_type": kind, "n": n} for n, kind in enumerate("aabba")]
-    assert [b["n"] for b in suite.shrunk("block_args", [blocks], False)[0]] == [0, 2, 4]
 
 
 @pytest.mark.parametrize("architecture", ["vision_transformer.VisionTransformer", "convnext.ConvNeXt"])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -26,6 +26,8 @@ import finetune_shakespeare as shakespeare  # noqa: E402
 import finetune_sst2 as sst2  # noqa: E402
 
 from benchmarks import exactness, finetuning  # noqa: E402
+from benchmarks.finetuning_models import FINETUNING  # noqa: E402
+from benchmarks.tables import read_rows  # noqa: E402
 
 from . import pictures  # noqa: E402
 
@@ -91,7 +93,7 @@ def data(tmp_path: Path) -> Path:
     for name in ("one_gut.txt", "two_gut.txt", "two_gut_f.txt"):
         (tmp_path / name).write_text(f"{name} " + "to be or not to be, " * 60)
     (tmp_path / "weights").touch()
-    pictures.write(tmp_path / cifar10.FILE, draw, 60, 20)
+    pictures.write(tmp_path / "cifar10_jpeg.npz", draw, 60, 20)
     return tmp_path
 
 
@@ -133,13 +135,6 @@ def test_the_same_script_trains_without_privacy(name: str, data: Path) -> None:
     assert trained["nll"] != rows[0]["nll"]
 
 
-@pytest.mark.parametrize("engine", ["opacus-hooks", "opacus-ghost"])
-def test_the_same_script_trains_with_opacus(engine: str, data: Path) -> None:
-    pytest.importorskip("opacus")
-    row = run("sst2", data, "--method", "head", "--engine", engine, "--clipping", "local", "--epsilon", "4")
-    assert 3.9 < float(row["epsilon"]) <= 4.0 and row["engine"] == engine
-
-
 def test_opacus_takes_one_step_a_logical_batch_as_we_do(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clipping norm that no gradient reaches, no noise and all records, every engine is ordinary training."""
     pytest.importorskip("opacus")
@@ -174,7 +169,7 @@ def test_padding_has_no_part_in_the_loss(data: Path) -> None:
 
 
 def test_images_come_back_as_they_went_in(data: Path) -> None:
-    (x, y), (held, _), (test, labels) = cifar10.read(data)
+    (x, y), (held, _), (test, labels), _ = cifar10.read(data)
     assert (len(x), len(held), len(test)) == (54, 6, 20) and x.dtype == torch.uint8
     assert y.tolist() != sorted(y.tolist())  # no longer by class
     brightness = test.float().mean((1, 2, 3))
@@ -273,47 +268,15 @@ def test_vit_keeps_its_positions_at_its_own_size() -> None:
 
 @pytest.mark.parametrize("name", ["sst2-lora", "squeezenet-full"])
 def test_steps_are_measured_of_exact_contenders(name: str) -> None:
-    work = finetuning.WORKLOADS[name]._replace(batch_size=2)
+    work = FINETUNING[name]._replace(batch_size=2)
     assert exactness.error_of("fastdp", work) < 1e-4
 
 
 def test_the_document_has_the_tables_of_the_rows() -> None:
     text = finetuning.DOC.read_text()
     assert finetuning.filled(text) == text, "python -m benchmarks.finetuning --report"
-    rows = finetuning.read(finetuning.RUNS)
+    rows = read_rows(finetuning.RUNS)
     assert rows and all(row["commit"] != "-" and row["date"] for row in rows)
     for row in rows:
         if row["engine"] != "none":
             assert float(row["epsilon"]) <= float(row["epsilon_target"]), row
-
-
-def _row(**more: str) -> dict[str, str]:
-    return {"task": "t", "model": "m", "method": "full", "engine": "fastdp", "setting": "full", "epsilon_target": "3.0",
-            "accuracy": "80.0", **more}  # fmt: skip
-
-
-def test_tables_by_hand() -> None:
-    rows = [
-        _row(),
-        _row(accuracy="82"),
-        _row(engine="none", epsilon_target="inf", accuracy="90"),
-        _row(setting="quick"),
-    ]
-    last = finetuning.results(rows, "accuracy").splitlines()[-1]
-    assert last == "| t | m | full |  | 81.0 (2 runs) |  | 90.0 |"
-    base = {"model": "x", "batch_size": "4", "step_ms": "10.0", "peak_mib": "-", "error": "-"}
-    steps = [
-        {**base, "contender": "non-private", "ratio": "1.00"},
-        {**base, "contender": "fastdp", "ratio": "1.20"},
-        {**base, "contender": "non-private", "step_ms": "-", "peak_mib": "50"},  # memory is measured apart
-        {**base, "contender": "fastdp", "step_ms": "-", "peak_mib": "55"},
-        {**base, "contender": "opacus hooks", "ratio": "-", "error": "inf"},
-        {**base, "contender": "opacus ghost", "ratio": "-", "error": "3.0e-01"},
-    ]
-    assert "| x (4) | 10 ms, 50 MiB | 1.20, 1.10 | fails | wrong by 3.0e-01 |" in finetuning.step_table(steps)
-
-
-def test_losses_of_examples_are_one_a_sample(data: Path) -> None:
-    model, _ = tiny_words(None, 0, 2)
-    each: Tensor = shakespeare.losses(model, torch.randint(0, 40, (3, 9)))
-    assert each.shape == (3,)

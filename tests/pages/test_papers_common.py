@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import fastdp
-from examples.papers import common, images
+from examples.papers import common, images, training
 
 TRAIN, TEST = 8, 4
 
@@ -115,10 +115,11 @@ def test_damaged_and_missing_files(tmp_path):
 
 
 def test_rows_are_appended_with_all_columns(tmp_path):
-    options = common.parser("Words.", "script").parse_args(
-        ["--data", "/secret/place", "--seeds=2", "--out", "/x/y.csv"]
-    )
+    given = ["--data", "/secret/place", "--seeds=2", "--out", "/x/y.csv"]
+    options = common.parser("Words.", "script").parse_args(given)
     assert options.command == "python examples/papers/script.py --data DIR --seeds=2"
+    again = common.command_of("s", ["--cases", "local, R = 1", "--plots", "x", "--cache=y", "--quick"])
+    assert again == "python examples/papers/s.py --cases 'local, R = 1' --cache FILE --quick"
     assert list(common.seeds(options)) == [0, 1]
     rows = common.rows(options, "E", "c, d", "short", 1, {"accuracy": 1 / 3, "nll": 2}, sigma=1.1)
     path = tmp_path / "new" / "rows.csv"
@@ -138,12 +139,6 @@ def test_rows_are_appended_with_all_columns(tmp_path):
     other.write_text("a,b\n")
     with pytest.raises(ValueError, match="other columns: a, b"):
         common.write(other, rows)
-
-
-def test_a_command_can_be_typed_again():
-    assert common.command_of("s", ["--cases", "local, R = 1", "--plots", "x", "--data=y", "--quick"]) == (
-        "python examples/papers/s.py --cases 'local, R = 1' --data DIR --quick"
-    )
 
 
 # ---------------------------------------------------------------------- training
@@ -168,10 +163,10 @@ def test_training_counts_logical_steps_and_long_gradients(style):
     limit = 2.0**2 / len(norms[0])
     wanted = sum(n > limit for each in norms for n in each) / (len(norms) * len(norms[0]))
     assert 0.2 < wanted < 0.9
-    batches = common.loader(x, y, len(x), max_physical_batch_size=16, steps=2)
+    batches = training.loader(x, y, len(x), max_physical_batch_size=16, steps=2)
     optimizer = fastdp.DPSGD(model, lr=0.0, noise_multiplier=1.0, max_grad_norm=2.0, style=style)
     seen: list[int] = []
-    run = common.train(model, optimizer, batches, steps=3, before=seen.append, lines=False)
+    run = training.train(model, optimizer, batches, steps=3, before=seen.append, lines=False)
     assert seen == [0, 1, 2] and run.steps == 3 and run.epochs == 1.5 and len(run.losses) == 2
     assert optimizer.history == [(1.0, 1.0, 3)]
     assert run.clipped == pytest.approx(wanted)
@@ -184,36 +179,12 @@ def test_empty_batches_cost_a_step_and_break_nothing():
     x, y = problem()
     model = torch.nn.Linear(5, 3)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
-    run = common.train(model, optimizer, common.loader(x, y, 0.2), steps=30, lines=False)
+    run = training.train(model, optimizer, training.loader(x, y, 0.2), steps=30, lines=False)
     assert run.steps == 30 and sum(steps for _, _, steps in optimizer.history) == 30
     assert all(torch.isfinite(p).all() for p in model.parameters())
     optimizer.detach()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert common.train(model, plain, common.loader(x, y, 0.2, seed=0), steps=30, lines=False).clipped is None
-
-
-def test_a_loss_is_told_the_epoch_and_forward_takes_its_place():
-    class Loss:
-        epoch, seen = -1.0, []
-
-        def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            self.seen.append(self.epoch)
-            return F.cross_entropy(logits, labels)
-
-    x, y = problem()
-    model, loss, passes = torch.nn.Linear(5, 3), Loss(), []
-    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batches = common.loader(x, y, 20, seed=0)
-    common.train(model, plain, batches, loss, steps=4, after_pass=passes.append, lines=False)
-    assert loss.seen == [0.0, 0.5, 1.0, 1.5] and passes == [1, 2]
-    called = []
-
-    def forward(net: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        called.append(len(batch))
-        return F.cross_entropy(net(batch[0]), batch[1])
-
-    common.train(model, plain, batches, steps=1, forward=forward, lines=False)
-    assert called == [2]
+    assert training.train(model, plain, training.loader(x, y, 0.2, seed=0), steps=30, lines=False).clipped is None
 
 
 def test_diverging_training_and_no_steps_are_errors():
@@ -221,16 +192,6 @@ def test_diverging_training_and_no_steps_are_errors():
     model = torch.nn.Linear(5, 3)
     plain = torch.optim.SGD(model.parameters(), lr=float("inf"))
     with pytest.raises(FloatingPointError, match="not finite after 2 steps"):
-        common.train(model, plain, common.loader(x, y, 20, seed=0), steps=2, lines=False)
+        training.train(model, plain, training.loader(x, y, 20, seed=0), steps=2, lines=False)
     with pytest.raises(ValueError, match="steps must be 1 or more"):
-        common.train(model, plain, common.loader(x, y, 20, seed=0), steps=0)
-
-
-def test_metrics_and_logits():
-    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Dropout(0.5))
-    x, y = problem(7)
-    logits = common.logits_of(model, x, batch=3)
-    assert model.training and torch.allclose(logits, model[0](x).detach(), atol=1e-5)
-    found = common.test_metrics(logits, y)
-    assert found["accuracy"] == pytest.approx(float((logits.argmax(1) == y).double().mean()))
-    assert found["nll"] == pytest.approx(float(F.cross_entropy(logits, y)), rel=1e-5)
+        training.train(model, plain, training.loader(x, y, 20, seed=0), steps=0)

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import fastdp
-from examples.papers import common, dp_loss, dp_loss_plots
+from examples.papers import common, dp_loss, dp_loss_report
 from examples.papers import dp_loss_networks as networks
-from examples.papers import dp_loss_watch as watch
 from fastdp.losses import DPLoss
 
 
@@ -49,144 +48,104 @@ def test_settings_cost_less_than_epsilon_3():
         assert 2 < spent < 3.1, (task, spent)
 
 
-def test_every_loss_of_the_ablation_is_what_it_says_and_couples_no_samples():
+def test_every_loss_of_the_ablation_is_what_it_says():
     torch.manual_seed(0)
     model, setting = networks.end_to_end(), dp_loss.SETTINGS["mnist"]._replace(threshold=0.5, beta=3.0)
     x, y = torch.randn(4, 1, 28, 28), torch.tensor([0, 1, 2, 3])
-    logits = model(x).detach()
-    found, terms = {}, {}
+    logits, found, terms = model(x).detach(), {}, {}
     for name in (*dp_loss.LOSSES, *dp_loss.ABLATION, *dp_loss.OTHERS):
         loss = dp_loss.loss_of(name, model, setting)
-        assert fastdp.verify(model, lambda m, b, loss=loss: loss(m(b[0]), b[1]), (x, y)).ok
         found[name] = float(loss(model(x), y).detach())
         if isinstance(loss, DPLoss):
             terms[name] = loss.terms
             loss.remove()
-    apart = logits - F.one_hot(y, 10)
-    alpha = 1 / (1 + math.exp(0.5))
-    truth = float(F.cross_entropy(logits, y))
-    assert found["cross-entropy"] == found["non-private"] == pytest.approx(truth)
-    assert found["sse"] == pytest.approx(float(apart.square().sum() / 8))
-    assert found["sae"] == pytest.approx(float(apart.abs().sum() / 4))
-    assert found["sse + cross-entropy"] == pytest.approx(alpha * truth + (1 - alpha) * found["sse"], rel=1e-5)
+    apart, truth, alpha = logits - F.one_hot(y, 10), float(F.cross_entropy(logits, y)), 1 / (1 + math.exp(0.5))
     p = logits.softmax(1)[torch.arange(4), y]
-    focal = float((-((1 - p) ** 5) * p.log()).mean())
-    assert found["sse + focal"] == pytest.approx(alpha * focal + (1 - alpha) * found["sse"], rel=1e-5)
-    penalty = float(terms["dploss"]["reg"])
-    assert penalty > 0
-    assert found["dploss"] == pytest.approx(found["sse + focal"] + (1 - alpha) / 3 * penalty, rel=1e-5)
+    focal, sse = float((-((1 - p) ** 5) * p.log()).mean()), float(apart.square().sum() / 8)
+    wanted = {"cross-entropy": truth, "non-private": truth, "sse": sse, "sae": float(apart.abs().sum() / 4),
+              "sse + cross-entropy": alpha * truth + (1 - alpha) * sse,
+              "sse + focal": alpha * focal + (1 - alpha) * sse}  # fmt: skip
+    wanted["dploss"] = wanted["sse + focal"] + (1 - alpha) / 3 * float(terms["dploss"]["reg"])
     for tenths in range(1, 11):
-        assert found[f"huber {tenths / 10:g}"] == pytest.approx(
-            float(F.smooth_l1_loss(logits, F.one_hot(y, 10).float(), reduction="sum", beta=tenths / 10) / 4), rel=1e-5
-        )
+        huber = F.smooth_l1_loss(logits, F.one_hot(y, 10).float(), reduction="sum", beta=tenths / 10)
+        wanted[f"huber {tenths / 10:g}"] = float(huber / 4)
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_what_is_seen_of_a_model():
     """Norms of layers by hand; the singular value of a Hessian that is known."""
     torch.manual_seed(0)
     model, x = networks.end_to_end(), torch.randn(3, 1, 28, 28)
-    found = watch.pre_activation_norms(model, x)
+    found = dp_loss.layer_norms(model, x)
     with torch.no_grad():
-        by_hand = [model[:1](x), model[:4](x), model[:8](x), model(x)]
-    assert found == pytest.approx([float(h.flatten(1).norm(dim=1).mean()) for h in by_hand], rel=1e-5)
-    assert watch.weight_norms(model)[0] == pytest.approx(float(model[0].weight.detach().norm()))
-    counts = watch.confusion(torch.eye(10)[[1, 1, 2]], torch.tensor([1, 0, 2]))
-    assert counts[1, 1] == counts[0, 1] == counts[2, 2] == 1 and counts.sum() == 3
-    line = torch.nn.Linear(2, 1, bias=False)
-    inputs = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
-    seen = watch.sharpness(line, lambda model: lambda out, y: out.square().mean(), inputs, torch.zeros(2))
+        by_hand = [float(h.flatten(1).norm(dim=1).mean()) for h in (model[:1](x), model[:4](x), model[:8](x), model(x))]
+    assert [*found["pre_activations"], found["logits"]] == pytest.approx(by_hand, rel=1e-5)
+    assert found["weights"][0] == pytest.approx(float(model[0].weight.detach().norm()))
+    line, inputs = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 0.0], [0.0, 1.0]])
+    seen = dp_loss.sharpness(line, lambda model: lambda out, y: out.square().mean(), inputs, torch.zeros(2))
     assert seen == pytest.approx(9.0, rel=1e-4)  # 2 / 2 x the largest eigenvalue of inputs' square
 
 
-def test_a_run_writes_what_it_saw(tmp_path, small):
+def test_a_run_writes_what_it_saw(tmp_path, small, monkeypatch):
+    """And tells the loss the epoch, whole and counted from 0."""
     pytest.importorskip("matplotlib")
+    seen, real = [], DPLoss.__call__
+    monkeypatch.setattr(DPLoss, "__call__", lambda self, *args: seen.append(self.epoch) or real(self, *args))
     out = tmp_path / "papers_dp_loss.csv"
-    rows = dp_loss.main(["--tasks", "mnist", "--epochs", "2", "--records", "40", "--seeds", "2", "--out", str(out),
+    rows = dp_loss.main(["--tasks", "mnist", "--epochs", "2", "--records", "40", "--out", str(out),
                          "--looks", "--losses", "cross-entropy", "dploss", "non-private"])  # fmt: skip
-    assert out.read_text(encoding="utf-8").count("\n") == len(rows) + 1
-    runs = {(row["case"], row["seed"]) for row in rows}
-    assert runs == {(name, seed) for name in ("cross-entropy", "dploss", "non-private") for seed in (0, 1)}
-    whole = {row["metric"]: row["value"] for row in rows if row["case"] == "dploss" and row["seed"] == 1}
+    assert set(seen) == {0.0, 1.0}
+    assert {row["case"] for row in rows} == {"cross-entropy", "dploss", "non-private"}
+    whole = {row["metric"]: row["value"] for row in rows if row["case"] == "dploss"}
     assert whole["epsilon_prv"] == pytest.approx(fastdp.accounting.epsilon_of([(1.23, 0.25, 8)], 1e-5, "prv"))
     assert {row["mode"] for row in rows} == {"short"} and {row["steps"] for row in rows if row.get("sigma")} == {8}
-    epochs, details = (watch.read(path) for path in dp_loss_plots.files(out))
-    assert len(epochs) == 12
-    mine = [row for row in epochs if row["case"] == "dploss" and row["seed"] == "1"]
-    assert [row["epoch"] for row in mine] == ["1", "2"] and float(mine[-1]["accuracy"]) == whole["accuracy"]
+    epochs, details = (dp_loss_report.read(path) for path in dp_loss_report.files(out))
+    mine = [row for row in epochs if row["case"] == "dploss"]
+    assert [row["epoch"] for row in mine] == ["1", "2"]
+    assert float(mine[-1]["accuracy"]) == pytest.approx(whole["accuracy"], rel=1e-5)
     assert float(mine[0]["epsilon_rdp"]) < float(mine[1]["epsilon_rdp"])
     assert len(mine[0]["weights"].split()) == 4 and len(mine[0]["pre_activations"].split()) == 3
-    seen = {(row["case"], row["what"]) for row in details}
-    private = {(case, what) for case in ("cross-entropy", "dploss") for what in ("cosine", "norms")}
-    assert private < seen and {what for case, what in seen if case == "non-private"} == {"confusion", "singular value"}
-    assert len([1 for r in details if r["what"] == "cosine" and r["case"] == "dploss" and r["seed"] == "0"]) == 4
-    counted = [row for row in details if row["what"] == "confusion" and row["epoch"] == "1"]
-    assert sum(float(row["value"]) for row in counted) == 6 * 40
+    for case in ("cross-entropy", "dploss", "non-private"):
+        private = {"cosine", "norms"} if case != "non-private" else set()
+        assert {row["what"] for row in details if row["case"] == case} == {"confusion", "singular value", *private}
+    assert len([1 for r in details if r["what"] == "cosine" and r["case"] == "dploss"]) == 4
+    counted = [float(row["value"]) for row in details if row["what"] == "confusion" and row["epoch"] == "1"]
+    assert sum(counted) == 3 * 40
     dp_loss.main(["--draw", "--out", str(out), "--plots", str(tmp_path / "plots")])
     for name in ("accuracy", "norms", "looks", "confusion"):
         assert (tmp_path / "plots" / f"dp_loss_mnist_{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_epoch_of_the_loss_is_whole_and_counts_from_0(tmp_path, small, monkeypatch):
-    seen = []
-    real = DPLoss.__call__
-    monkeypatch.setattr(DPLoss, "__call__", lambda self, *args: seen.append(self.epoch) or real(self, *args))
-    dp_loss.main(["--tasks", "mnist", "--losses", "dploss", "--epochs", "2", "--out", str(tmp_path / "papers_a.csv")])
-    assert set(seen) == {0.0, 1.0} and seen == sorted(seen)
-
-
 def test_a_run_goes_on_from_its_checkpoint(tmp_path, small, monkeypatch):
-    """Killed after an epoch, it trains the others only; what was done is not done again."""
+    """Stopped after each epoch, it trains the others only; what it saw before is in its rows."""
     given = ["--tasks", "mnist", "--losses", "dploss", "--epochs", "3", "--checkpoints", str(tmp_path / "kept"),
-             "--out", str(tmp_path / "papers_a.csv")]  # fmt: skip
-    real, trained = dp_loss.Training.run_epoch, []
-
-    def once(self, looks):
-        if len(trained) == 1:
-            raise KeyboardInterrupt
-        trained.append(self.epoch)
-        real(self, looks)
-
-    monkeypatch.setattr(dp_loss.Training, "run_epoch", once)
-    with pytest.raises(KeyboardInterrupt):
-        dp_loss.main(given)
-    assert not (tmp_path / "papers_a.csv").exists()
-    again = []
-    monkeypatch.setattr(
-        dp_loss.Training, "run_epoch", lambda self, looks: again.append(self.epoch) or real(self, looks)
-    )
-    rows = dp_loss.main(given)
-    assert trained == [0] and again == [1, 2]
-    assert len(watch.read(dp_loss_plots.files(tmp_path / "papers_a.csv")[0])) == 3
-    assert {row["steps"] for row in rows} == {18}
-    assert dp_loss.main(given) == [] and again == [1, 2]
-    with pytest.raises(ValueError, match="of another setting"):
-        dp_loss.main([*given[:-1], str(tmp_path / "papers_b.csv"), "--records", "50"])
+             "--minutes", "9", "--out", str(tmp_path / "papers_a.csv")]  # fmt: skip
+    monkeypatch.setattr(common.Checkpoint, "over", lambda self: True)
+    counts = [len(dp_loss.main(given)) for _ in range(4)]
+    assert counts[:2] == [0, 0] and counts[2] > 0 and counts[3] == 0
+    rows = dp_loss_report.read(dp_loss_report.files(tmp_path / "papers_a.csv")[0])
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
 
 
 def test_modes_and_what_is_changed(tmp_path, monkeypatch):
     asked = []
     for name in ("mnist", "fashion_mnist", "cifar10"):
         monkeypatch.setattr(common, name, lambda data, name=name: asked.append(name) or fake())
-    monkeypatch.setattr(dp_loss, "write", lambda options, task, data, setting, mode: [(task, setting, mode)])
+    monkeypatch.setattr(dp_loss, "every", lambda options, task, data, setting, mode: [(task, setting, mode)])
     out = ["--out", str(tmp_path / "rows.csv")]
-    found = dp_loss.main(["--quick", *out])
-    assert asked == ["mnist", "fashion_mnist"] and {mode for _, _, mode in found} == {"quick"}
+    assert {mode for _, _, mode in dp_loss.main(["--quick", *out])} == {"quick"} and asked == ["mnist", "fashion_mnist"]
     ((_, setting, mode),) = dp_loss.main(["--tasks", "mnist", "--beta", "7", "--threshold", "2", "--epochs", "4", *out])
     assert (setting.beta, setting.threshold, setting.epochs, mode) == (7.0, 2.0, 4, "short")
     assert [mode for _, _, mode in dp_loss.main(["--tasks", "mnist", *out])] == ["full"]
     with pytest.raises(SystemExit, match="nothing to draw"):
-        dp_loss.main(["--draw", *out])
+        dp_loss.main(["--draw", "--plots", str(tmp_path), *out])
 
 
-def test_scatternet_features_are_normalised_and_kept(tmp_path):
+def test_scatternet_features_are_normalised_and_kept(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="pip install kymatio"):
+        patch.setitem(__import__("sys").modules, "kymatio.scattering2d.frontend.torch_frontend", None)
+        networks.scattered(fake(), None)
     pytest.importorskip("kymatio.scattering2d.frontend.torch_frontend")
     found = networks.scattered(fake(), tmp_path)
-    assert found.x.shape == (60, 81, 7, 7) and found.name == "fake, ScatterNet"
-    assert found.x.view(60, 3, -1).mean(2).abs().max() < 1e-5
+    assert found.x.shape == (60, 81, 7, 7) and found.x.view(60, 3, -1).mean(2).abs().max() < 1e-5
     assert torch.equal(networks.scattered(fake(), tmp_path).x, found.x)
-
-
-def test_scatternet_says_what_it_needs(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "kymatio.scattering2d.frontend.torch_frontend", None)
-    with pytest.raises(SystemExit, match="pip install kymatio"):
-        networks.scattered(fake(), None)

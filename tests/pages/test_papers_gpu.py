@@ -68,12 +68,9 @@ def test_when_the_time_is_over_nothing_begins(tmp_path):
     done = called(str(tmp_path), str(tmp_path / "kept"), "0.2", PYTHON="false", DEVICE="cpu")
     assert done.returncode == 0 and "the time is over before mnist-loss" in done.stdout
     assert called("DATA").returncode == 2
-
-
-@pytest.mark.parametrize("minutes", ["0", "-1", "nine", ""])
-def test_minutes_that_are_none(tmp_path, minutes):
-    done = called(str(tmp_path), str(tmp_path / "kept"), minutes or " ", DEVICE="cpu")
-    assert done.returncode == 2 and "MINUTES must be a positive number" in done.stderr
+    for minutes in ("0", "nine"):
+        done = called(str(tmp_path), str(tmp_path / "kept"), minutes, DEVICE="cpu")
+        assert done.returncode == 2 and "MINUTES must be a positive number" in done.stderr
 
 
 SLOW = """#!/usr/bin/env bash

@@ -32,7 +32,7 @@ WORDS = "a film that is good bad dull fine".split()
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 images, each of a grey that tells its class, and 110 sentences."""
     folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    pictures.write(folder / networks.cifar10.FILE, draw, 120, 10)
+    pictures.write(folder / "cifar10_jpeg.npz", draw, 120, 10)
     lines = [f"{' '.join(draw.choice(WORDS, draw.integers(2, 7)))}\t{i % 2}" for i in range(110)]
     (folder / networks.sst2.FILES[0]).write_text("\n".join([*lines, "once upon\t1"]) + "\n")
     return folder
@@ -193,7 +193,7 @@ def test_what_was_learnt_by_heart_is_known_again(tmp_path, capsys):
 def test_the_page_shows_the_rows_kept(tmp_path):
     doc = tmp_path / "page.md"
     doc.write_text(bugs.DOC.read_text())
-    bugs.report(doc, figures=False)
+    bugs.report(doc, draw=False)
     assert doc.read_text() == bugs.DOC.read_text(), "run python examples/papers/private_bugs.py --report"
     with bugs.RUNS.open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report, report_gpu
+from benchmarks import report
 from benchmarks import report_data as data
 
 FIXED = {
@@ -126,13 +126,6 @@ def test_rows_are_read_from_every_file_of_the_columns(tmp_path: Path, capsys: py
     assert "training_old.csv is passed over" in capsys.readouterr().err
 
 
-def test_the_benchmark_writes_what_is_read() -> None:
-    from benchmarks import training
-
-    written = set(training.COLUMNS)
-    assert "model" in written or written >= set(data.NEEDED)  # "model": the columns of training_cpu_before.csv
-
-
 def test_the_readme_is_of_the_machine_with_most_workloads() -> None:
     full = cases(four("gpt2", 1.2, 2.2), four("bert", 1.3, 2.2))
     stray = cases(four("gpt2", 3.3, 2.2, threads="1", date="2026-11-22"))
@@ -143,28 +136,6 @@ def test_the_readme_is_of_the_machine_with_most_workloads() -> None:
 
 
 # ---------------------------------------------------------------------- what the tables say
-
-
-def test_the_summary_of_a_workload() -> None:
-    text = report.summary(cases(four("gpt2", 1.21, 2.2, 2.42)), 9)
-    wanted = ["gpt2", "8 x 128", "1.10", "1.21", "1.10", "2.20 hooks", "1.82x", "1.05", "1.20 ghost"]
-    assert cells(text, "gpt2") == wanted
-    assert report.LOST not in text and "abc1234" not in text and "on 1 of 1 workloads" in text
-    assert "docs/training_cpu.png" in text and "sweep" not in text
-
-
-def test_cells_where_another_wins_are_marked() -> None:
-    found = cases(four("gpt2", 1.2, 2.2, 2.0), four("gpt2-lora", 1.06, 1.04, 1.5), four("bert", 1.2, 2.2, 2.0))
-    (light,) = [group for case, group in found.items() if case.workload == "bert"]
-    light["opacus ghost"]["memory_ratio"] = "1.01"
-    for text in (report.summary(found, 9), report.sections(found)):
-        assert cells(text, "gpt2-lora")[5] == f"1.04 hooks {report.LOST}" and cells(text, "gpt2-lora")[6] == "0.98x"
-        assert cells(text, "bert")[-1] == f"1.01 ghost {report.LOST}"
-        assert report.LOST not in " ".join(cells(text, "gpt2 "))
-    lost = report.where_we_lose(found)
-    assert "gpt2-lora, 8 x 128: time: fastdp 1.06, opacus hooks 1.04" in lost
-    assert "bert, 8 x 128: memory: fastdp 1.05, opacus ghost 1.01" in lost
-    assert "gpt2," not in lost
 
 
 def test_losing_by_largest_batch_by_failing_and_to_a_compiler_is_told() -> None:
@@ -194,19 +165,6 @@ def test_no_time_is_shown_for_what_is_wrong() -> None:
     assert "out of time |" in report.sections(cases(rows)) and data.number(rows[0], "peak_mib") is None
 
 
-def test_every_contender_is_in_the_full_table() -> None:
-    found = cases(
-        four("gpt2", 1.2, 2.2), [row("gpt2", "fastdp layerwise", 1.3), failing("gpt2", "opacus ew", "out of time")]
-    )
-    text = report.sections(found)
-    assert "| | **fastdp** | 1.20 | 1.09 | 120.0 (118.8, 123.6) | 9 | 525 | 1.05 |".replace("| |", "|  |") in text
-    for words in ("| fastdp layerwise | 1.30 |", "| raises: ValueError: no rule \\| for it |", "| out of time: Value"):
-        assert words in text, words
-    table = text[text.index("| workload, batch x length |") :]
-    order = [table.index(f"| {name} |") for name in ("non-private", "**fastdp**", "opacus hooks", "opacus ew")]
-    assert order == sorted(order)
-
-
 def test_the_readme_shows_a_few_workloads_and_first_those_we_lose() -> None:
     names = [f"model{k:02}" for k in range(14)]
     found = cases(*(four(name, 1.2, 1.1 if name == names[-1] else 2.2, 2.0) for name in names))
@@ -218,72 +176,7 @@ def test_the_readme_shows_a_few_workloads_and_first_those_we_lose() -> None:
     assert set(re.findall(r"^\| (model\d+) ", report.sections(found), re.M)) == set(names)
 
 
-def test_the_readme_has_a_table_of_a_gpu() -> None:
-    on = {"suite": "gpu", "device": "H100", "dtype": "bfloat16"}
-    replayed = row("gpt2", "fastdp graphed", 1.05, why="without the first step", **on)
-    found = cases(four("gpt2", 2.3, 2.2, **on), [replayed], four("bert", 1.1, 2.2, **on | {"error": "-"}))
-    text = report.readme("# A\n\n## Speed\n\n<!-- table: gpu -->\nold 9.99\n<!-- end -->\n\n## Limits\n", found)
-    assert cells(text, "gpt2") == "gpt2, bfloat16|8 x 128|100.0|1.05|2.30||2.20 hooks †".split("|")
-    assert cells(text, "bert")[3:] == ["", "1.10", "", "2.20 hooks"]
-    said = " ".join(text.split())
-    assert "on H100" in said and "abc1234" in said and "9.99" not in said and "CPU" not in said
-    assert "gpt2: fastdp graphed without the first step." in said and f"{report.LOST}: better than ours" in said
-    assert "compared with one-sample truth" not in said  # some of them were
-    for one in found.values():
-        for some in one.values():
-            some["error"] = "-"
-    unchecked = "No update was compared with one-sample truth"
-    assert unchecked in " ".join(report.readme(text, found).split()) and unchecked in report.sections(found)
-    assert report.readme(text, {}) == text  # no rows: what stands there stays
-
-
-def test_the_newest_kernel_of_a_card_is_shown(tmp_path: Path) -> None:
-    facts = {"dtype": "bfloat16", "device": "H100", "torch": "2.11", "triton": "3.6", "date": "2026-11-26"}
-    one = dict.fromkeys(report_gpu.KERNELS, "-") | facts | {"operator": "noise_", "shape": "484M", "commit": "abc1234"}
-    columns = [*report_gpu.KERNELS, *facts, "commit"]
-    write(tmp_path / "kernels_cuda.csv", [one | {"ms": "2.5"}, one | {"ms": "1.5"}], columns)
-    text = report_gpu.kernels(tmp_path)
-    assert cells(text, "noise_")[:4] == ["noise_", "484M", "-", "1.5"] and "2.5" not in text
-    assert "device H100, torch 2.11, triton 3.6, commit abc1234" in " ".join(text.split())
-    assert report_gpu.host(tmp_path) == "No rows yet."
-
-
-def test_the_readme_takes_the_place_of_its_section_once() -> None:
-    text = "# A\n\n## Speed\n\nold 9.99\n\n| old |\n| --- |\n\nmore\n\n## Limits\n\n- one\n"
-    assert report.readme(text, {}) == text  # nothing measured: what stands there stays
-    found = cases(four("gpt2", 1.2, 2.2))
-    once = report.readme(text, found)
-    assert "old" not in once and once.endswith("<!-- end -->\n\n## Limits\n\n- one\n") and "| gpt2 |" in once
-    assert report.readme(once, found) == once and once.count("## Speed") == 1
-    quick = cases(four("gpt2", 1.2, 2.2, suite="quick"))
-    assert report.readme(text, quick) == text  # tiny models say nothing about speed
-
-
 # ---------------------------------------------------------------------- targets
-
-
-def test_targets_on_the_cpu() -> None:
-    found = cases(four("gpt2", 1.21, 2.2, 2.0), four("bert", 1.32, 2.2, 2.0), four("resnet18", 1.32, 1.5),
-                  four("vit-b16", 1.5, 1.4), [row("lstm", "fastdp", 1.21, 1.2), failing("lstm", "opacus hooks")],
-                  [failing("convnext-t", "fastdp"), row("convnext-t", "opacus hooks", 2.0)])  # fmt: skip
-    text = report.targets(found)
-    assert cells(text, "gpt2") == ["gpt2, 8 x 128", "yes: 1.65x ghost", "**no**: 1.65", "yes: 1.10", "yes: 1.05"]
-    assert cells(text, "bert")[3] == "**no**: 1.20"  # a language model; a CNN may
-    assert cells(text, "resnet18")[2:4] == ["asks nothing", "yes: 1.20"]
-    assert cells(text, "vit-b16")[1:4] == ["**no**: 0.93x hooks", "asks nothing", "1.36 (no target)"]
-    assert cells(text, "lstm")[1:] == ["no mode runs", "no mode runs", "yes: 1.10", "**no**: 1.20"]
-    assert cells(text, "convnext-t")[1:] == ["**no**: raises"] * 4
-    assert cells(text, "met on") == ["met on", "3 of 5", "0 of 3", "3 of 5", "4 of 6"]
-
-
-def test_targets_on_a_gpu() -> None:
-    on = {"suite": "gpu", "device": "H100", "dtype": "bfloat16"}
-    rows = four("gpt2", 1.15, 3.0, 2.3, **on) + four("llama-1b", 1.21, 3.0, **on)
-    rows[1] |= {"largest_batch": "90", "largest_batch_ratio": "0.89"}
-    text = report.targets(cases(rows))
-    assert cells(text, "gpt2") == ["gpt2, bfloat16, 8 x 128", "yes: 1.05", "yes: 2.00", "**no**: 0.89"]
-    assert cells(text, "llama-1b")[1:] == ["**no**: 1.10", "raises", "not measured"]
-    assert "CPU: no rows yet." in text
 
 
 # ---------------------------------------------------------------------- the command
