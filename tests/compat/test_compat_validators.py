@@ -54,7 +54,7 @@ def test_options_of_fix():
     model = nn.Sequential(convolutional(nn.BatchNorm2d(8)), nn.LSTM(2, 2))
     assert ModuleValidator.fix(model, num_groups=2)[0][1].num_groups == 2
     assert isinstance(ModuleValidator.fix(model, replace_bn_with_in=True)[0][1], nn.InstanceNorm2d)
-    with pytest.raises(ValueError, match="exclude"):
+    with pytest.raises(ValueError, match="exclusive"):
         ModuleValidator.fix(model, replace_bn_with_in=True, num_groups=2)
     with pytest.raises(errors.UnsupportableModuleError):
         ModuleValidator.fix(nn.Sequential(nn.SyncBatchNorm(4)), replace_bn_with_in=True)
