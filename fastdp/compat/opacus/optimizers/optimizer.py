@@ -66,6 +66,9 @@ class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
     >>> optimizer.step()
     """
 
+    noise_multiplier: float
+    max_grad_norm: float
+
     def __init__(
         self,
         optimizer: Optimizer,
