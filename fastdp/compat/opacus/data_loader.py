@@ -14,10 +14,10 @@ import torch
 from opacus.data_loader import dtype_safe, shape_safe, switch_generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ...training.collate_mixing import Trials
-from ...training.collating import options_of
-from ...training.given import nothing
-from ...training.uneven import EVEN, sampler_of, says_its_rate
+from ...data.batched_datasets import nothing
+from ...data.collate_mixing import Trials
+from ...data.empty_batches import options_of
+from ...data.weighted_samplers import EVEN, sampler_of, says_its_rate
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from opacus import grad_sample as theirs
 from torch import Tensor, nn
 
-from ....distributed.replicas import check_samples
+from ....distributed.wrappers import check_samples
 from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
