@@ -43,7 +43,7 @@ REPLACED = ("compute_loss", "training_step", "get_train_dataloader", "get_batch_
 class Combining:
     """The part of `DPTrainer` that looks at the classes it is combined with."""
 
-    _reads: tuple[str, ...] = ()  # subclasses of TrainingArguments whose fields it reads (`more_arguments`)
+    _reads: tuple[str, ...] = ()  # subclasses of TrainingArguments whose fields it reads (argument_table.py)
     _looked_at: tuple[str, ...] = ()  # trainers behind this class whose replaced methods are known
 
     def __init_subclass__(cls, **named: Any) -> None:

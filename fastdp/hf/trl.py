@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from ..batch_axis.marks import mark_rows
 from ..errors import StepError
-from . import more_arguments
+from .argument_table import PACKED, READERS
 from .arguments import ArgumentError
 from .losses import rows, size_of, without_labels
-from .more_arguments import PACKED
 from .options import PrivacyArguments
 from .preferences import Texts, pair_losses, texts
 from .trainer import DPTrainer
@@ -36,9 +35,9 @@ class _OfTRL(DPTrainer):
         given = self._named(positional, named)
         self._check_data(given.get("train_dataset"))
         kinds = {kind.__name__ for kind in type(given.get("args")).__mro__}
-        if other := next((kind for kind in more_arguments.READERS if kind in kinds - set(self._reads)), None):
+        if other := next((kind for kind in READERS if kind in kinds - set(self._reads)), None):
             raise ArgumentError(
-                f"args is a {other}, which fastdp.hf.{more_arguments.READERS[other]} reads: {type(self).__name__} "
+                f"args is a {other}, which fastdp.hf.{READERS[other]} reads: {type(self).__name__} "
                 f"takes a {self._reads[0]}"
             )
         self._check_given(given)

@@ -52,7 +52,8 @@ def clipped_sum(net: nn.Module, x: Tensor, y: Tensor, bound: float) -> Tensor:
     parameters = list(net.parameters())
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     for i in range(len(x)):
-        grads = torch.autograd.grad(losses(net, x[i : i + 1], y[i : i + 1]).sum(), parameters)
+        loss = losses(net, x[i : i + 1], y[i : i + 1]).sum()
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         flat = torch.cat([g.reshape(-1) for g in grads]).double()
         total += flat * min(1.0, bound / flat.norm().item())
     return total

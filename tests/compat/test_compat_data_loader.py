@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from opacus import data_loader as theirs
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from fastdp.compat.opacus import data_loader as ours
 
@@ -81,25 +81,25 @@ def test_records_that_are_mappings():
     assert len(loader) == 5 and sum(len(batch["y"]) for batch in loader if isinstance(batch, dict)) > 0
 
 
-def test_switching_the_generator():
-    data = TensorDataset(torch.arange(20.0))
-    generator = ours.SecureGenerator()
-    loader = DataLoader(data, sampler=RandomSampler(data), batch_size=5)
-    switched = ours.switch_generator(data_loader=loader, generator=generator)
-    assert switched.batch_sampler.sampler.generator is generator
-    assert sorted(x for (b,) in switched for x in b.tolist()) == list(range(20))
-    poisson = ours.DPDataLoader(data, sample_rate=0.5)
-    assert ours.switch_generator(data_loader=poisson, generator=generator).batch_sampler.generator is generator
-    for wrong in (DataLoader(data, batch_size=5), DataLoader(data, batch_size=None)):
-        for lib in (theirs, ours):
-            with pytest.raises(ValueError):
-                lib.switch_generator(data_loader=wrong, generator=generator)
+@pytest.mark.parametrize("poisson", [False, True])
+def test_switching_the_generator(poisson):
+    data, generator = TensorDataset(torch.arange(20.0)), ours.SecureGenerator()
+    loader = ours.DPDataLoader(data, sample_rate=0.5) if poisson else DataLoader(data, 5, shuffle=True)
+    sampler = ours.switch_generator(data_loader=loader, generator=generator).batch_sampler
+    assert (sampler if poisson else sampler.sampler).generator is generator
 
 
-def test_secret_generators_are_not_alike():
-    draws = [torch.rand(4, generator=ours.SecureGenerator()) for _ in range(2)]
-    assert not torch.equal(*draws)
-    torch.manual_seed(0)
-    a = torch.rand(4, generator=ours.SecureGenerator())
-    torch.manual_seed(0)
-    assert not torch.equal(a, torch.rand(4, generator=ours.SecureGenerator()))
+def test_the_data_module_of_lightning_samples_by_its_generator():
+    module = pytest.importorskip("lightning.pytorch")
+    from fastdp.compat.opacus.lightning import DPLightningDataModule
+
+    class Data(module.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2)
+
+        def val_dataloader(self):
+            return "validation"
+
+    generator = torch.Generator()
+    made = DPLightningDataModule(Data(), generator)
+    assert made.train_dataloader().batch_sampler.generator is generator and made.val_dataloader() == "validation"

@@ -162,34 +162,6 @@ def test_the_losses_of_tokens_are_averaged_in_their_own_sample(ignored):
     assert loss.item() == pytest.approx(each.mean().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("columns", [1, 3])
-def test_losses_of_several_columns_are_clipped(columns):
-    """Opacus multiplies losses [B, 1] by factors [B] to [B, B]: nothing is clipped."""
-    torch.manual_seed(0)
-    model, x, y = nn.Linear(4, columns), torch.randn(6, 4), 100 * torch.randn(6, columns)
-    data = DataLoader(TensorDataset(x, y), batch_size=6)
-    run = private(ours, mode="ghost", module=model, data_loader=data, bound=1.0, criterion=nn.MSELoss(),
-                  poisson_sampling=False)  # fmt: skip
-    run[3](run[1](x), y).backward()
-    total = torch.zeros(columns, 4)
-    for a, b in zip(x.double(), y.double(), strict=True):
-        plain = nn.Linear(4, columns).double()
-        plain.load_state_dict(model.state_dict())
-        (plain(a) - b).square().mean().backward()
-        norm = torch.cat([plain.weight.grad.flatten(), plain.bias.grad]).norm()
-        total = total + plain.weight.grad * (1 / norm).clamp(max=1)
-    assert torch.allclose(model.weight.grad.double(), total, rtol=1e-5, atol=1e-6)
-
-
-def test_clip_schedulers_change_the_clipping_in_ghost():
-    *_, model, optimizer, criterion, loader = private(ours, mode="ghost", poisson_sampling=False, bound=0.3)
-    x, y = next(iter(loader))
-    optimizer.max_grad_norm = 0.03  # as a scheduler does
-    criterion(model(x), y).backward()
-    assert model.max_grad_norm == 0.03
-    assert float(torch.nn.utils.get_total_norm([p.grad for p in optimizer.params])) <= 8 * 0.03 * 1.0001
-
-
 # ------------------------------------------------------------------ sizes and rates
 
 
@@ -201,23 +173,6 @@ def test_rate_and_expected_batch_size_are_what_is_used(size, batch):
     assert optimizer.expected_batch_size == size // steps and isinstance(optimizer.expected_batch_size, int)
     optimizer.step_hook(_Step(1.0))
     assert engine.accountant.history == [(1.0, 1 / steps, 1)]
-
-
-def test_empty_poisson_batches_are_noise_only_steps():
-    for mode in ("hooks", "ghost"):
-        data = loader_of(3, 1)
-        data.dataset.tensors = tuple(t[:3] for t in data.dataset.tensors)
-        engine, model, optimizer, criterion, loader = private(ours, mode=mode, data_loader=data, noise=1.0, bound=1.0)
-        before, sizes = [p.detach().clone() for p in model.parameters()], []
-        while 0 not in sizes:
-            for x, y in loader:
-                sizes.append(len(x))
-                optimizer.zero_grad()
-                criterion(model(x), y).backward()
-                optimizer.step()
-        assert sum(n for _, _, n in engine.accountant.history) == len(sizes)
-        assert all(torch.isfinite(p).all() and not torch.equal(p, q)
-                   for p, q in zip(model.parameters(), before, strict=True))  # fmt: skip
 
 
 # ------------------------------------------------------------------ noise

@@ -30,29 +30,6 @@ def test_recurrent_layers_equal_torchs(plain, private, bidirectional):
     torch.testing.assert_close(other(x)[0], found(x)[0])
 
 
-def test_dropout_spares_the_recurrent_state():
-    """Torch drops between layers only. Opacus also drops the state handed on in time, and the last layer's output."""
-    layer = layers.DPLSTM(3, 64, num_layers=2, dropout=0.5)
-    assert (layer(torch.randn(5, 2, 3))[0] == 0).sum() == 0
-    other = theirs.DPLSTM(3, 64, num_layers=2, dropout=0.5)
-    assert (other(torch.randn(5, 2, 3))[0] == 0).float().mean() > 0.3
-
-
-def test_packed_states_keep_their_type():
-    x = pack_sequence([torch.randn(3, 2).double(), torch.randn(1, 2).double()])
-    assert layers.DPGRU(2, 4).double()(x)[1].dtype == torch.float64
-    assert theirs.DPGRU(2, 4).double()(x)[1].dtype == torch.float32  # half of the digits are lost
-
-
-def test_projections():
-    assert layers.DPLSTM(3, 5, proj_size=2)(torch.randn(4, 1, 3))[0].shape == (4, 1, 2)
-    for layer in (layers.DPGRU, layers.DPRNN):
-        with pytest.raises(NotImplementedError, match="proj_size"):
-            layer(3, 5, proj_size=2)
-    relu = layers.DPRNN(3, 5, 1, True, True, 0, False, 0, "relu")
-    assert relu.nonlinearity == "relu" and relu.batch_first
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_attention_equals_torchs(heads, batch_first):
@@ -69,15 +46,6 @@ def test_attention_equals_torchs(heads, batch_first):
             torch.testing.assert_close(a, b)
     assert found.batch_first == batch_first
     assert isinstance(found, theirs.DPMultiheadAttention)
-
-
-def test_attention_of_opacus_mixes_heads_and_positions():
-    """What docs/opacus.md says of it."""
-    want = nn.MultiheadAttention(8, 2, batch_first=True)
-    other = theirs.DPMultiheadAttention(8, 2, batch_first=True)
-    other.load_state_dict(want.state_dict())
-    x = torch.randn(3, 5, 8)
-    assert (other(x, x, x)[0] - want(x, x, x)[0]).abs().max() > 0.01
 
 
 class _First(nn.Module):
@@ -105,3 +73,15 @@ def test_exact_under_the_engine(layer):
     batch = (torch.randn(4, 5, 8), torch.tensor([0, 1, 2, 0]))
     loss = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])
     assert fastdp.verify(_First(layer()), loss, batch).ok
+
+
+def test_what_opacus_s_recurrent_layers_do_otherwise():
+    """Its dropout falls on the recurrent state and the last output; its packed states are float32."""
+    layer = layers.DPLSTM(3, 64, num_layers=2, dropout=0.5)
+    assert (layer(torch.randn(5, 2, 3))[0] != 0).all()
+    packed = pack_sequence([torch.randn(3, 2).double(), torch.randn(1, 2).double()])
+    assert layers.DPGRU(2, 4).double()(packed)[1].dtype == torch.float64
+    assert layers.DPLSTM(3, 5, proj_size=2)(torch.randn(4, 1, 3))[0].shape == (4, 1, 2)
+    for kind in (layers.DPGRU, layers.DPRNN):
+        with pytest.raises(NotImplementedError, match="proj_size"):
+            kind(3, 5, proj_size=2)

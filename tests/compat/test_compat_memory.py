@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastdp.compat.opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler, wrap_data_loader
 
-from .compat_runs import MODES, clipped_sum, data, model, private, weights
+from .compat_runs import MODES, clipped_sum, model, private, weights
 
 
 def train(mode, limit=None, **options):
@@ -45,20 +45,6 @@ def test_equals_whole_batches(mode, poisson):
     parts, steps_in_parts, sizes = run(3)
     assert max(sizes) <= 3 and steps == steps_in_parts and sum(n for *_, n in steps) == 8
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_step_is_the_clipped_sum(mode):
-    net = model()
-    x, y = data().tensors
-    want = weights(net) - clipped_sum(net, x, y, 0.5) / 32
-    _, module, optimizer, criterion, loader = private(mode, module=net, batch_size=32)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as batches:
-        for part_x, part_y in batches:
-            criterion(module(part_x), part_y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(weights(module), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -138,9 +124,3 @@ def test_the_sampler_by_itself_signals_as_opacus():
     assert max(map(len, parts)) <= 2 and signals.skipped == [True, True, False, False, False]
     with pytest.raises(ValueError, match="at least 1"):
         BatchSplittingSampler(sampler=[[1]], max_batch_size=0, optimizer=signals)
-
-
-def test_the_expected_number_of_physical_batches():
-    _, _, optimizer, _, loader = private("hooks", poisson_sampling=True)
-    batches = wrap_data_loader(data_loader=loader, max_batch_size=4, optimizer=optimizer)
-    assert len(batches) == 8 and len(loader) == 4

@@ -19,15 +19,6 @@ class Derived(nn.BatchNorm2d):
     pass
 
 
-class Odd(nn.Linear):
-    pass
-
-
-class Own(ModuleValidator):
-    VALIDATORS = {}
-    FIXERS = {}
-
-
 def convolutional(norm: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 4, 2))
 
@@ -54,7 +45,7 @@ def test_options_of_fix():
     model = nn.Sequential(convolutional(nn.BatchNorm2d(8)), nn.LSTM(2, 2))
     assert ModuleValidator.fix(model, num_groups=2)[0][1].num_groups == 2
     assert isinstance(ModuleValidator.fix(model, replace_bn_with_in=True)[0][1], nn.InstanceNorm2d)
-    with pytest.raises(ValueError, match="exclude"):
+    with pytest.raises(ValueError, match="exclusive"):
         ModuleValidator.fix(model, replace_bn_with_in=True, num_groups=2)
     with pytest.raises(errors.UnsupportableModuleError):
         ModuleValidator.fix(nn.Sequential(nn.SyncBatchNorm(4)), replace_bn_with_in=True)
@@ -153,28 +144,16 @@ def test_replacements_keep_type_mode_and_what_trains():
     assert not ModuleValidator.fix(eval_norm)[1].training
 
 
+class Odd(nn.Linear):
+    pass
+
+
 def test_registering(monkeypatch):
-    monkeypatch.setattr(ModuleValidator, "VALIDATORS", dict(ModuleValidator.VALIDATORS))
-    monkeypatch.setattr(ModuleValidator, "FIXERS", dict(ModuleValidator.FIXERS))
-
-    @register_module_validator(Odd)
-    def validate(module):
-        return [errors.NotYetSupportedModuleError("odd")]
-
-    @register_module_fixer([Odd])
-    def fix(module, *, scale=1, **kwargs):
-        return nn.Linear(module.in_features, module.out_features * scale)
-
+    for name in ("VALIDATORS", "FIXERS"):
+        monkeypatch.setattr(ModuleValidator, name, dict(getattr(ModuleValidator, name)))
+    register_module_validator(Odd)(lambda module: [errors.NotYetSupportedModuleError("odd")])
+    register_module_fixer([Odd])(lambda module, scale: nn.Linear(module.in_features, module.out_features * scale))
     model = nn.Sequential(Odd(2, 3))
     assert [str(e) for e in ModuleValidator.validate(model)] == ["odd"]
     assert ModuleValidator.fix_and_validate(model, scale=2)[0].out_features == 6
-    assert Own.is_valid(model)
-    register_module_validator(Odd, Own)(validate)
-    assert not Own.is_valid(model)
     assert Odd not in theirs.ModuleValidator.VALIDATORS
-
-
-def test_error_classes_are_opacus_own():
-    for name in ("UnsupportedError", "UnsupportedModuleError", "UnsupportableModuleError", "ShouldReplaceModuleError"):
-        assert getattr(errors, name) is getattr(their_errors, name)
-    assert issubclass(errors.UnsupportedError, ValueError)

@@ -20,7 +20,7 @@ from ..hf_trl import (
 )
 
 from fastdp.errors import StepError  # isort: skip
-from fastdp.hf import arguments, more_arguments  # isort: skip
+from fastdp.hf import arguments, argument_table  # isort: skip
 
 assert quiet
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -110,11 +110,11 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [*more_arguments.PAIR_LOSSES, *[k for k in OPTIONS if k not in more_arguments.PAIR_LOSSES]]
+    "kind", [*argument_table.PAIR_LOSSES, *[k for k in OPTIONS if k not in argument_table.PAIR_LOSSES]]
 )
 def test_losses_of_pairs_are_those_of_trl(kind, tmp_path):
     """Pair by pair, at a reference that is another model; and the sum over a batch is that over its pairs."""
-    options = {"loss_type": kind} if kind in more_arguments.PAIR_LOSSES else {}
+    options = {"loss_type": kind} if kind in argument_table.PAIR_LOSSES else {}
     trainer = dpo(tmp_path, llama(), pairs(), **{**options, **OPTIONS.get(kind, {})})
     records = [trainer.train_dataset[n] for n in range(8)]
     collate = trainer._samples_first(trainer.data_collator)

@@ -25,7 +25,7 @@ from ..hf_models import (
 )
 
 from fastdp.hf.checks import check_padding  # isort: skip
-from fastdp.hf.losses import find_head, rows, size_of  # isort: skip
+from fastdp.hf.losses import find_head  # isort: skip
 
 SMALL = dict(vocab_size=40, d_model=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 
@@ -146,15 +146,6 @@ def strange():
     return BertForNextSentencePrediction(bert(num_labels=3).config)
 
 
-def test_rows_of_a_batch():
-    batch = {"labels": torch.tensor([1, 2, 3]), "x": torch.arange(6).reshape(3, 2), "table": torch.ones(5), "n": 3}
-    assert size_of(batch) == 3
-    part = rows(batch, 1, 3)
-    assert part["x"].tolist() == [[2, 3], [4, 5]] and len(part["table"]) == 5 and part["n"] == 3
-    with pytest.raises(StepError, match="dict of tensors"):
-        size_of({"n": 3})
-
-
 def test_padding_is_tried_on_every_example():
     """The most padded one may be the one that learns nothing: here its weight in the loss is 0."""
 
@@ -173,6 +164,11 @@ def test_padding_is_tried_on_every_example():
     for record in records:
         record["x"] = [1.0] * 5
     assert check_padding(torch.nn.Linear(1, 1), loss, collate, lambda batch: batch, records, 1e-3) == ""
+
+
+def test_a_batch_without_tensors(tmp_path):
+    with pytest.raises(StepError, match="dict of tensors"):
+        trainer_of(tmp_path, gpt2(), texts(12, "next"), collate=lambda records: {"n": 3}).train()
 
 
 def test_persons(tmp_path):
@@ -207,17 +203,6 @@ def test_columns_of_a_dataset(tmp_path):
     trainer.train()
     assert trainer.history == [(1.0, pytest.approx(4 / 6), 3)]
     assert all(set(record) == {"input_ids", "labels"} for batch in collate.seen for record in batch)
-
-
-def test_a_share_that_is_not_private_is_called_so(tmp_path):
-    trainer = trainer_of(
-        tmp_path, gpt2(), texts(12, "next"),
-        private(log_clipped_share=True, per_sample_max_grad_norm=1e-3, sample_rate=1.0),
-        logging_strategy="steps", logging_steps=1,
-    )  # fmt: skip
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["clipped_share_not_private"] for entry in logs] == [1.0, 1.0]
 
 
 def test_the_share_clipped_is_of_the_norm_that_adaptive_clipping_has_come_to(tmp_path):

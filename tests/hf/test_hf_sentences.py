@@ -16,7 +16,7 @@ datasets = pytest.importorskip("datasets")
 from sentence_transformers.sentence_transformer import losses, modules  # noqa: E402
 
 from fastdp.errors import StepError  # noqa: E402
-from fastdp.hf import DPSentenceTransformerTrainer, DPTrainer, arguments, more_arguments  # noqa: E402
+from fastdp.hf import DPSentenceTransformerTrainer, DPTrainer, argument_table, arguments  # noqa: E402
 from fastdp.hf.sentences import COUPLING  # noqa: E402
 
 Arguments = sentence_transformers.SentenceTransformerTrainingArguments
@@ -190,8 +190,8 @@ def test_a_loss_of_ones_own_that_couples(folder, tmp_path):
 
 
 def test_the_table_is_complete():
-    fields = {f.name for f in dataclasses.fields(Arguments)} - set(arguments.FIELDS)
-    table = more_arguments.of(Arguments)
+    fields = {f.name for f in dataclasses.fields(Arguments)}
+    table = argument_table.fields_of(Arguments)
     if sentence_transformers.__version__.startswith("6.2."):
         assert fields == set(table)
     assert all(f.why for f in table.values() if f.status != "supported")

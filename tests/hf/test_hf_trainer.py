@@ -272,13 +272,6 @@ def test_it_stops_when_the_budget_is_spent(tmp_path):
         trainer.train()
 
 
-def test_a_second_training_adds_up(tmp_path):
-    trainer = trainer_of(tmp_path, bert(num_labels=3), texts(40), private(noise_multiplier=1.0), max_steps=3)
-    trainer.train()
-    trainer.train()
-    assert trainer.history == [(1.0, 0.1, 6)]
-
-
 def test_the_users_own_loss(tmp_path):
     def good(outputs, labels, num_items_in_batch=None):
         assert num_items_in_batch is None
@@ -301,25 +294,6 @@ def test_the_users_own_loss(tmp_path):
             with pytest.raises(VerificationError, match="each sample's own loss"):
                 trainer.train()
             assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
-
-
-def test_a_loss_that_padding_changes(tmp_path):
-    """The answer's place is a choice among all places, padding too; and a model that was given no attention_mask."""
-
-    class Maskless(Collate):
-        def __call__(self, records):
-            batch = super().__call__(records)
-            del batch["attention_mask"]
-            return batch
-
-    for model, kind, collate in (
-        (bert("QuestionAnswering"), "answer", None),
-        (bert(num_labels=3), "class", Maskless()),
-    ):
-        before = weights(model)
-        with pytest.raises(StepError, match="how far its batch is padded"):
-            trainer_of(tmp_path, model, texts(12, kind), collate=collate).train()
-        assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
 
 
 def test_label_smoothing(tmp_path):

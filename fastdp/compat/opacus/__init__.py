@@ -4,7 +4,7 @@ Modules have Opacus's paths; signatures, defaults, warnings and errors are Opacu
 were wrong: docs/opacus.md says where.
 """
 
-from . import utils
+from . import aliases, utils
 from .grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from .privacy_engine import PrivacyEngine
 from .version import __version__
@@ -16,3 +16,5 @@ __all__ = [
     "__version__",
     "utils",
 ]
+
+aliases.install()

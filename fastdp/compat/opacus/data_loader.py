@@ -1,4 +1,4 @@
-"""opacus.data_loader: Poisson samples of a dataset, empty ones included."""
+"""DPDataLoader: Poisson samples of a dataset, empty ones included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
+from opacus.data_loader import dtype_safe, shape_safe, switch_generator
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ...data.batched_datasets import nothing
 from ...data.collate_mixing import Trials
@@ -19,6 +20,15 @@ from ...data.empty_batches import options_of
 from ...data.weighted_samplers import EVEN, sampler_of, says_its_rate
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
+__all__ = [
+    "CollateFnWithEmpty",
+    "DPDataLoader",
+    "SecureGenerator",
+    "dtype_safe",
+    "shape_safe",
+    "switch_generator",
+    "wrap_collate_with_empty",
+]
 logger = logging.getLogger("opacus.data_loader")  # the name that users know
 
 
@@ -88,7 +98,10 @@ class CollateFnWithEmpty:
 
     def _make_empty_batch(self, sample: Any) -> Any:
         if torch.is_tensor(sample):
-            return self._empty_like(sample)
+            shape = list(sample.shape)
+            shape[0 if self.batch_first else 1] = 1 if self.rand_on_empty else 0
+            empty = torch.empty(shape, dtype=sample.dtype, device=sample.device)
+            return torch.randint_like(empty, 2) if self.rand_on_empty else empty
         if isinstance(sample, Mapping):
             return {key: self._make_empty_batch(value) for key, value in sample.items()}
         if isinstance(sample, tuple) and hasattr(sample, "_fields"):
@@ -99,13 +112,6 @@ class CollateFnWithEmpty:
             f"Unsupported batch type: {type(sample).__name__}. An empty batch is made of tensors, mappings, lists and "
             "tuples only: let the collate function return these."
         )
-
-    def _empty_like(self, sample: torch.Tensor) -> torch.Tensor:
-        shape, dim = list(sample.shape), 0 if self.batch_first else 1
-        shape[dim] = 1 if self.rand_on_empty else 0
-        if self.rand_on_empty:
-            return torch.randint(0, 2, shape, dtype=sample.dtype, device=sample.device)
-        return torch.empty(shape, dtype=sample.dtype, device=sample.device)
 
 
 def wrap_collate_with_empty(
@@ -121,16 +127,6 @@ def wrap_collate_with_empty(
         collate_fn, batch_first=batch_first, rand_on_empty=rand_on_empty, sample_empty_shapes=sample_empty_shapes,
         dtypes=dtypes,
     )  # fmt: skip
-
-
-def shape_safe(x: Any) -> tuple[Any, ...]:
-    """x.shape, or ()."""
-    return getattr(x, "shape", ())
-
-
-def dtype_safe(x: Any) -> Any:
-    """x.dtype, or x's type."""
-    return getattr(x, "dtype", type(x))
 
 
 class DPDataLoader(DataLoader[Any]):
@@ -155,18 +151,18 @@ class DPDataLoader(DataLoader[Any]):
     ) -> None:
         self.sample_rate = sample_rate
         self.distributed = distributed
-        data: Any = dataset
+        size = len(dataset)  # type: ignore[arg-type]
         sampler: Any
         if distributed:
             sampler = DistributedUniformWithReplacementSampler(
-                total_size=len(data), sample_rate=sample_rate, generator=generator
+                total_size=size, sample_rate=sample_rate, generator=generator
             )
         else:
             kind = SecureUniformSampler if isinstance(generator, SecureGenerator) else UniformWithReplacementSampler
-            sampler = kind(num_samples=len(data), sample_rate=sample_rate, generator=generator)
+            sampler = kind(num_samples=size, sample_rate=sample_rate, generator=generator)
         if drop_last:
             logger.warning("Ignoring drop_last as it is not compatible with DPDataLoader.")
-        first = _fields(data[0])
+        first = _fields(dataset[0])
         collate = wrap_collate_with_empty(
             collate_fn=default_collate if collate_fn is None else collate_fn,
             batch_first=batch_first,
@@ -214,19 +210,3 @@ def _fields(record: Any) -> list[Any]:
     if isinstance(record, Mapping):
         return list(record.values())
     return list(record) if isinstance(record, list | tuple) or torch.is_tensor(record) else [record]
-
-
-def switch_generator(*, data_loader: DataLoader[Any], generator: Any) -> DataLoader[Any]:
-    """The same loader with another source of randomness. Raises ValueError where its sampler has none to switch."""
-    batch_sampler: Any = data_loader.batch_sampler
-    known = BatchSampler | UniformWithReplacementSampler | DistributedUniformWithReplacementSampler
-    if batch_sampler is None or not isinstance(batch_sampler, known):
-        raise ValueError("Non-batch processing is not supported: the loader must draw batches of samples")
-    target = batch_sampler.sampler if isinstance(batch_sampler, BatchSampler) else batch_sampler
-    if not hasattr(target, "generator"):
-        raise ValueError("Target sampler doesn't have generator attribute: nothing to switch")
-    target.generator = generator
-    drop_last, options = data_loader.drop_last, options_of(data_loader)
-    return DataLoader(
-        data_loader.dataset, batch_sampler=batch_sampler, drop_last=drop_last, generator=generator, **options
-    )

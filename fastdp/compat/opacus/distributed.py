@@ -1,4 +1,4 @@
-"""opacus.distributed: data-parallel training, whose steps are those of one process on all processes' batches."""
+"""Data-parallel training, whose steps are those of one process on all processes' batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from opacus import distributed as theirs
+from opacus.distributed import average_gradients
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,6 +16,8 @@ from ...distributed.reduce import Reduction
 from ...distributed.world import World, world_of
 from .grad_sample.gsm_base import owners_of
 from .grad_sample.samples import is_processed
+
+__all__ = ["DifferentiallyPrivateDistributedDataParallel", "average_gradients"]
 
 
 class OfProcesses:
@@ -96,25 +100,10 @@ class OfProcesses:
         """Nothing: sums are added up before the noise."""
 
 
-def average_gradients(model: nn.Module) -> None:
-    """Average `.grad` of the trainable parameters over the processes."""
-    size = torch.distributed.get_world_size()
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is not None:
-            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.SUM)
-            parameter.grad /= size
-
-
-class DifferentiallyPrivateDistributedDataParallel(nn.Module):
+class DifferentiallyPrivateDistributedDataParallel(theirs.DifferentiallyPrivateDistributedDataParallel):  # type: ignore[misc]
     """A model whose copies begin with the weights and buffers of process 0. Raises ValueError without a group."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        if torch.distributed.get_world_size() > 1:
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    torch.distributed.broadcast(tensor.data, 0)
-        self.module = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        super().__init__(model)
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer.data, 0)

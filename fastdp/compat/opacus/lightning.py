@@ -23,6 +23,10 @@ def _data_module() -> Any:
 
 
 LightningDataModule: Any = _data_module()
+_FORWARDED = (
+    "prepare_data", "setup", "teardown", "val_dataloader", "test_dataloader", "predict_dataloader",
+    "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer",
+)  # fmt: skip
 
 __all__ = ["DPLightningDataModule"]
 
@@ -36,34 +40,10 @@ class DPLightningDataModule(LightningDataModule):  # type: ignore[misc]
     def __init__(self, datamodule: Any, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.datamodule, self.generator = datamodule, generator
+        for name in _FORWARDED:
+            if getattr(type(self), name) is getattr(LightningDataModule, name):  # not of a derived class
+                setattr(self, name, getattr(datamodule, name))
 
     def train_dataloader(self) -> Any:
         loader = self.datamodule.train_dataloader()
         return DPDataLoader.from_data_loader(loader, distributed=False, generator=self.generator)
-
-    def prepare_data(self) -> None:
-        self.datamodule.prepare_data()
-
-    def setup(self, stage: str | None = None) -> None:
-        self.datamodule.setup(stage)
-
-    def teardown(self, stage: str | None = None) -> None:
-        self.datamodule.teardown(stage)
-
-    def val_dataloader(self) -> Any:
-        return self.datamodule.val_dataloader()
-
-    def test_dataloader(self) -> Any:
-        return self.datamodule.test_dataloader()
-
-    def predict_dataloader(self) -> Any:
-        return self.datamodule.predict_dataloader()
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Mapping
-from typing import IO, Any, BinaryIO
+from typing import Any
 
-import torch
+from opacus import privacy_engine as theirs
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from ...accounting import warn_of_delta
-from .accountants import create_accountant
-from .accountants.utils import get_noise_multiplier
+from .accountants import create_accountant, get_noise_multiplier
 from .data_loader import DPDataLoader, SecureGenerator, switch_generator
 from .grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
@@ -29,11 +26,10 @@ from .preparation import (
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .validators import ModuleValidator
 
-Path = str | os.PathLike[str] | BinaryIO | IO[bytes]
 GHOST = ("ghost", "ghost_fsdp", "ghost_tp")
 
 
-class PrivacyEngine:
+class PrivacyEngine(theirs.PrivacyEngine):  # type: ignore[misc]
     """Makes a module, an optimizer and a data loader private, and accounts for the steps.
 
     Args:
@@ -327,63 +323,6 @@ class PrivacyEngine:
         """Return epsilon at delta for the steps so far. Warns if delta is 1 / records or more."""
         warn_of_delta(delta, records_of(self))
         return max(0.0, float(self.accountant.get_epsilon(delta)))
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def save_checkpoint(
-        self,
-        *,
-        path: Path,
-        module: nn.Module,
-        optimizer: DPOptimizer | None = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        checkpoint_dict: dict[str, Any] | None = None,
-        module_state_dict_kwargs: dict[str, Any] | None = None,
-        torch_save_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Save the states of module, accountant and the other arguments as Opacus does; either library loads them."""
-        states = checkpoint_dict or {}
-        states["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
-        states["privacy_accountant_state_dict"] = self.accountant.state_dict()
-        for name, part in (("optimizer", optimizer), ("noise_scheduler", noise_scheduler),
-                           ("grad_clip_scheduler", grad_clip_scheduler)):  # fmt: skip
-            if part is not None:
-                states[f"{name}_state_dict"] = part.state_dict()
-        torch.save(states, path, **(torch_save_kwargs or {}))
-
-    def load_checkpoint(
-        self,
-        *,
-        path: Path,
-        module: nn.Module,
-        optimizer: DPOptimizer | None = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        module_load_dict_kwargs: dict[str, Any] | None = None,
-        torch_load_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved, and return the rest of the checkpoint.
-
-        The file is unpickled, which runs the code in it: load only files that you trust.
-        """
-        options = {"weights_only": False, **(torch_load_kwargs or {})}
-        checkpoint: dict[str, Any] = torch.load(path, **options)
-        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
-        self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
-        state: Mapping[str, Any] = checkpoint.pop("optimizer_state_dict", {})
-        if optimizer is not None and state:
-            optimizer.load_state_dict(dict(state))
-        elif (optimizer is not None) != bool(state):
-            given = "" if optimizer is not None else "not "
-            warnings.warn(
-                f"optimizer_state_dict has {len(state)} items but optimizer is {given}provided.", stacklevel=2
-            )
-        for name, part in (("noise_scheduler", noise_scheduler), ("grad_clip_scheduler", grad_clip_scheduler)):
-            saved = checkpoint.pop(f"{name}_state_dict", {})
-            if part is not None and saved:
-                part.load_state_dict(saved)
-        return checkpoint
 
 
 __all__ = ["AbstractGradSampleHooks", "PrivacyEngine"]

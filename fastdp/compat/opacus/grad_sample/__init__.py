@@ -1,26 +1,25 @@
-"""opacus.grad_sample on fastdp's engine."""
+"""Per-sample gradients in `p.grad_sample`, and clipped sums in the modes "ghost", by fastdp's engine."""
 
 from .grad_sample_module import (
     GradSampleHooks,
+    GradSampleHooksNoOp,
     GradSampleModule,
+    GradSampleModuleExpandedWeights,
+    GradSampleModuleNoOp,
     create_or_accumulate_grad_sample,
     promote_current_grad_sample,
 )
 from .grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
+    GradSampleHooksFastGradientClippingTP,
     GradSampleModuleFastGradientClipping,
+    GradSampleModuleFastGradientClippingTP,
 )
 from .grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleHooksFastGradientClippingFSDP,
     GradSampleModuleFastGradientClippingFSDP,
 )
-from .grad_sample_module_fast_gradient_clipping_tp import (
-    GradSampleHooksFastGradientClippingTP,
-    GradSampleModuleFastGradientClippingTP,
-)
 from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
-from .gsm_exp_weights import GradSampleModuleExpandedWeights
-from .gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
 from .utils import (
     get_gsm_class,
     get_hooks_class,

@@ -1,4 +1,4 @@
-"""grad_sample_mode "hooks" and "functorch"."""
+"""The wrappers of modes "hooks", "functorch" and "ew", and of "no_op", in which the user fills `p.grad_sample`."""
 
 from __future__ import annotations
 
@@ -6,33 +6,22 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from opacus import grad_sample as theirs
+from opacus.grad_sample.grad_sample_module import create_or_accumulate_grad_sample, promote_current_grad_sample
+from torch import nn
 
-from .gsm_base import AbstractGradSampleModule, EngineHooks
-from .one_by_one import LAYERS, layer_grad_sample
+from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, EngineHooks
 
-
-def create_or_accumulate_grad_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
-    """Add [b, *shape] to the first b rows of `param._current_grad_sample`, [max_batch_len, *shape], made if absent."""
-    if not param.requires_grad:
-        return
-    held: Any = param
-    if not hasattr(param, "_current_grad_sample"):
-        held._current_grad_sample = grad_sample.new_zeros(max_batch_len, *grad_sample.shape[1:])
-    held._current_grad_sample[: grad_sample.shape[0]] += grad_sample
-
-
-def promote_current_grad_sample(p: nn.Parameter) -> None:
-    """Make `p._current_grad_sample` the parameter's `grad_sample`, or append it to those of backwards before."""
-    if not p.requires_grad:
-        return
-    held: Any = p
-    new, before = held._current_grad_sample, held.grad_sample
-    if before is None:
-        held.grad_sample = new
-    else:
-        held.grad_sample = [*before, new] if isinstance(before, list) else [before, new]
-    del held._current_grad_sample
+__all__ = [
+    "GradSampleHooks",
+    "GradSampleHooksNoOp",
+    "GradSampleModule",
+    "GradSampleModuleExpandedWeights",
+    "GradSampleModuleNoOp",
+    "create_or_accumulate_grad_sample",
+    "promote_current_grad_sample",
+]
+_OPACUS: dict[type[nn.Module], Callable[..., Any]] = theirs.GradSampleModule.GRAD_SAMPLERS
 
 
 class GradSampleHooks(EngineHooks):
@@ -40,12 +29,12 @@ class GradSampleHooks(EngineHooks):
 
     strict: raise NotImplementedError for trainable layers with buffers, which are not private.
     force_functorch: accepted; the engine has one way for all layers.
-    GRAD_SAMPLERS holds a function for each layer that Opacus has one for, and what `register_grad_sampler` was given.
-    None of them is called: the engine sees which torch functions a layer calls and is exact for those, and refuses by
-    name what it cannot see.
+    GRAD_SAMPLERS holds Opacus's function for each layer, and what `register_grad_sampler` was given. None of them is
+    called: the engine sees which torch functions a layer calls and is exact for those, and refuses by name what it
+    cannot see.
     """
 
-    GRAD_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(LAYERS, layer_grad_sample)
+    GRAD_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict(_OPACUS)
 
     def __init__(
         self,
@@ -63,7 +52,7 @@ class GradSampleHooks(EngineHooks):
 
     @classmethod
     def _warn_of_samplers(cls, m: nn.Module) -> None:
-        own = {kind for kind, function in cls.GRAD_SAMPLERS.items() if function is not layer_grad_sample}
+        own = {kind for kind, function in cls.GRAD_SAMPLERS.items() if function is not _OPACUS.get(kind)}
         given = sorted({type(module).__name__ for module in m.modules() if type(module) in own})
         if given:
             warnings.warn(
@@ -116,3 +105,28 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     >>> model.weight.grad_sample.shape
     torch.Size([5, 2, 3])
     """
+
+
+class GradSampleModuleExpandedWeights(EngineHooks, AbstractGradSampleModule):
+    """As GradSampleModule, for mode "ew". Raises NotImplementedError for batch_first=False, as Opacus does."""
+
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
+        if not batch_first:
+            raise NotImplementedError("grad_sample_mode 'ew' takes batch_first=True only")
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+
+
+class GradSampleHooksNoOp(AbstractGradSampleHooks):
+    """Makes the attribute, and computes nothing."""
+
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
+        if not batch_first:
+            raise NotImplementedError("grad_sample_mode 'no_op' takes batch_first=True only")
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+
+    def remove_hooks(self) -> None:
+        pass
+
+
+class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
+    """The user's module, wrapped."""

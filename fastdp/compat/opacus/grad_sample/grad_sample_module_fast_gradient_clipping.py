@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from opacus import grad_sample as theirs
 from torch import Tensor, nn
 
 from ....distributed.wrappers import check_samples
@@ -15,7 +16,6 @@ from . import samples
 from .clipped import Clipped
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule
-from .one_by_one import WITH_NORMS, layer_norm_sample
 
 OTHER_OPTIMIZER = (
     "the module's parameters lie in parts on the processes (mode 'ghost_fsdp'), which this optimizer does not know of: "
@@ -32,7 +32,9 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     """
 
     in_parts = False  # whether the parameters lie in parts on several processes
-    NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(WITH_NORMS, layer_norm_sample)
+    NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict(
+        theirs.GradSampleModuleFastGradientClipping.NORM_SAMPLERS
+    )
 
     def __init__(
         self,
@@ -164,3 +166,25 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
 class GradSampleModuleFastGradientClipping(GradSampleHooksFastGradientClipping, AbstractGradSampleModule):
     """The user's module, wrapped; arguments of `GradSampleHooksFastGradientClipping`."""
+
+
+# ---------------------------------------------------------------------- grad_sample_mode "ghost_tp"
+
+_NO_TENSOR_PARALLELISM = (
+    "grad_sample_mode 'ghost_tp' is not supported. Use fastdp's own optimizer after torch's parallelize_module "
+    "(fastdp.DPAdamW(model, ...), docs/distributed.md), or 'ghost' on whole models; its memory is that of ordinary "
+    "training."
+)
+
+
+class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping):
+    """Refused: raises NotImplementedError."""
+
+    def __init__(self, m: nn.Module, **kwargs: Any) -> None:
+        raise NotImplementedError(_NO_TENSOR_PARALLELISM)
+
+
+class GradSampleModuleFastGradientClippingTP(
+    GradSampleHooksFastGradientClippingTP, GradSampleModuleFastGradientClipping
+):
+    """Refused: raises NotImplementedError."""

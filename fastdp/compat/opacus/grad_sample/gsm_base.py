@@ -69,20 +69,6 @@ class AbstractGradSampleHooks(ABC):
                     p.__dict__.pop(name, None)
 
 
-class _Handle:
-    """Stands in `autograd_grad_sample_hooks` for all hooks of an engine, which copies of a module do not have."""
-
-    def __init__(self, engine: PerSampleGradients | None = None) -> None:
-        self.engine = engine
-
-    def remove(self) -> None:
-        if self.engine is not None:
-            self.engine.detach()
-
-    def __reduce__(self) -> Any:
-        return _Handle, ()
-
-
 class EngineHooks(AbstractGradSampleHooks):
     """Per-sample gradients by fastdp's engine: lazily in `p.grad_sample`, see `samples`."""
 
@@ -100,17 +86,13 @@ class EngineHooks(AbstractGradSampleHooks):
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
     ) -> None:
         """Attach the engine. Raises ValueError where the module has hooks already."""
-        if any(
-            getattr(handle, "engine", handle) is not None
-            for handle in self._module.__dict__.get("autograd_grad_sample_hooks", ())
-        ):
+        if owners_of(list(self._module.parameters())):
             raise ValueError("Trying to add hooks twice to the same model: call remove_hooks() or cleanup() first")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction = {loss_reduction}. Only 'sum' and 'mean' losses are supported")
         self.batch_first, self.loss_reduction = batch_first, loss_reduction
         self._attach()
-        handles = [] if self._engine is None else [_Handle(self._engine)]
-        self._module.__dict__["autograd_grad_sample_hooks"] = self.__dict__["autograd_grad_sample_hooks"] = handles
+        self._module.__dict__["autograd_grad_sample_hooks"] = [] if self._engine is None else ["fastdp's engine"]
         self.hooks_enabled = True
 
     def _attach(self) -> None:
@@ -147,7 +129,6 @@ class EngineHooks(AbstractGradSampleHooks):
         """Take the engine off the module."""
         self.hooks_enabled = False
         self._detach()
-        self.__dict__.pop("autograd_grad_sample_hooks", None)
         self._module.__dict__.pop("autograd_grad_sample_hooks", None)
 
     def disable_hooks(self) -> None:
@@ -163,7 +144,7 @@ class EngineHooks(AbstractGradSampleHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no engine; they attach one when they are called."""
-        return {**self.__dict__, "_engine": None, "_world": World(), "autograd_grad_sample_hooks": [_Handle()]}
+        return {**self.__dict__, "_engine": None, "_world": World()}
 
     def ready(self) -> None:
         """A forward begins: attach the engine where there is none (a copy, parameters unfrozen since)."""

@@ -82,14 +82,14 @@ class Pending:
     """The per-sample gradients of one parameter in one backward, not computed yet."""
 
     def __init__(self, record: Record, parameter: Tensor) -> None:
-        self.record, self.processed = record, False
+        self.record = record
         self._parameter = weakref.ref(parameter)
 
     def tensor(self) -> Tensor:
         parameter = self._parameter()
         assert parameter is not None
         found = self.record.per_sample(parameter)
-        if self.processed:
+        if is_processed(self):
             mark_processed(found)
         return found
 
@@ -152,30 +152,19 @@ def push(parameter: Tensor, record: Record) -> int:
 
 
 def peek(parameter: Tensor) -> Any:
-    """What lies there, without a look: None, Pending, Tensor, Stack or list. Raises AttributeError if nothing does."""
-    if NAME not in parameter.__dict__:
-        raise AttributeError(NAME)
-    return parameter.__dict__[NAME]
+    """What lies there, not computed yet: Pending, Tensor, Stack, list or None."""
+    return parameter.__dict__.get(NAME)
 
 
 # ---------------------------------------------------------------------- marks of what a step has taken
 
 
-def mark_processed(entry: Any) -> None:
+def mark_processed(held: Any) -> None:
     """The optimizer has taken this gradient (or all in a list)."""
-    if isinstance(entry, Pending):
-        entry.processed = True
-    elif isinstance(entry, Tensor):
-        entry._processed = True  # type: ignore[attr-defined]
-    elif isinstance(entry, list):
-        for each in entry:
-            mark_processed(each)
+    for entry in held if isinstance(held, list) else [held]:
+        entry._processed = True
 
 
-def is_processed(entry: Any) -> bool:
+def is_processed(held: Any) -> bool:
     """Whether the optimizer has taken this gradient, or any in a list."""
-    if isinstance(entry, Pending):
-        return entry.processed
-    if isinstance(entry, list):
-        return any(is_processed(each) for each in entry)
-    return hasattr(entry, "_processed")
+    return any(hasattr(entry, "_processed") for entry in (held if isinstance(held, list) else [held]))

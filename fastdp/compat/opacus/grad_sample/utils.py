@@ -7,19 +7,23 @@ from typing import Any
 
 from torch import nn
 
-from .grad_sample_module import GradSampleHooks, GradSampleModule
+from .grad_sample_module import (
+    GradSampleHooks,
+    GradSampleHooksNoOp,
+    GradSampleModule,
+    GradSampleModuleExpandedWeights,
+    GradSampleModuleNoOp,
+)
 from .grad_sample_module_fast_gradient_clipping import (
     GradSampleHooksFastGradientClipping,
+    GradSampleHooksFastGradientClippingTP,
     GradSampleModuleFastGradientClipping,
 )
 from .grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleHooksFastGradientClippingFSDP,
     GradSampleModuleFastGradientClippingFSDP,
 )
-from .grad_sample_module_fast_gradient_clipping_tp import GradSampleHooksFastGradientClippingTP
 from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
-from .gsm_exp_weights import GradSampleModuleExpandedWeights
-from .gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
 
 Sampler = Callable[..., Any]
 Classes = type[nn.Module] | Sequence[type[nn.Module]]
@@ -50,27 +54,21 @@ def register_grad_sampler(target_class_or_classes: Classes) -> Callable[[Sampler
     becomes seen by `fastdp.register_rule`.
     """
 
-    def keep(f: Sampler) -> Sampler:
-        for target in _classes(target_class_or_classes):
-            GradSampleHooks.GRAD_SAMPLERS[target] = f
-        return f
-
-    return keep
+    return _register(target_class_or_classes, GradSampleHooks.GRAD_SAMPLERS)
 
 
 def register_norm_sampler(target_class_or_classes: Classes) -> Callable[[Sampler], Sampler]:
     """Decorate f(layer, activations, backprops) for classes of layers; see `register_grad_sampler`."""
 
+    return _register(target_class_or_classes, GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
+
+
+def _register(classes: Classes, table: dict[type[nn.Module], Sampler]) -> Callable[[Sampler], Sampler]:
     def keep(f: Sampler) -> Sampler:
-        for target in _classes(target_class_or_classes):
-            GradSampleHooksFastGradientClipping.NORM_SAMPLERS[target] = f
+        table.update(dict.fromkeys(classes if isinstance(classes, Sequence) else [classes], f))
         return f
 
     return keep
-
-
-def _classes(given: Classes) -> Sequence[type[nn.Module]]:
-    return given if isinstance(given, Sequence) else [given]
 
 
 def prepare_module(
@@ -84,11 +82,7 @@ def prepare_module(
     return get_hooks_class(grad_sample_mode)(model, *args, **kwargs)
 
 
-def wrap_model(
-    model: nn.Module, grad_sample_mode: str, wrap_model: bool = True, *args: Any, **kwargs: Any
-) -> AbstractGradSampleModule | AbstractGradSampleHooks:
-    """The older name of `prepare_module`."""
-    return prepare_module(model, grad_sample_mode, wrap_model, *args, **kwargs)
+wrap_model = prepare_module  # its older name
 
 
 def get_gsm_class(grad_sample_mode: str) -> type[AbstractGradSampleModule]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from .adaclipoptimizer import AdaClipDPOptimizer
-from .ddp_perlayeroptimizer import SimpleDistributedPerLayerOptimizer
-from .ddpoptimizer import DistributedDPOptimizer
-from .ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
+from .ddpoptimizer import (
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
+    SimpleDistributedPerLayerOptimizer,
+)
 from .fsdpoptimizer_fast_gradient_clipping import FSDPOptimizerFastGradientClipping
 from .optimizer import DPOptimizer
 from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping

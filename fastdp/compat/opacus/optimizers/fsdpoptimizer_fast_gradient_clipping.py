@@ -84,9 +84,6 @@ class FSDPOptimizerFastGradientClipping(OfProcesses, DPOptimizerFastGradientClip
     def _laid(self, noisy: Tensor, p: nn.Parameter) -> Tensor:
         return placed_like(noisy.to(p.dtype), p)
 
-    def _copy(self, p: nn.Parameter, total: Tensor) -> Tensor:
-        return total.detach().clone()
-
     def scale_grad(self) -> None:
         """As DPOptimizer's, by the expected batch of all processes."""
         if self.loss_reduction == "mean":

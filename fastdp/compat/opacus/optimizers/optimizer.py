@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from opacus.optimizers import optimizer as theirs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,18 +17,10 @@ from ....optim.checkpoint import warn_of_others
 from ..grad_sample import samples
 from ..grad_sample.gsm_base import owners_of
 from ..grad_sample.samples import Pending
-from .copies import Copied
 from .noise import StepNoise
 from .sums import norm_sq, sums
-from .utils import params
 
-logger = logging.getLogger(__name__)
-logger.disabled = True
-
-
-def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:
-    """Note that a step has taken this gradient, or these."""
-    samples.mark_processed(obj)
+_mark_as_processed = samples.mark_processed
 
 
 def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
@@ -49,7 +41,7 @@ def _generate_noise(std: float, reference: Tensor, generator: Any = None, secure
     return noise.to(reference.dtype)
 
 
-class DPOptimizer(Copied, Optimizer):
+class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
     """Any optimizer of torch, made private: `step()` clips, sums, adds noise, and then makes its step.
 
     Args:
@@ -62,7 +54,8 @@ class DPOptimizer(Copied, Optimizer):
         secure_mode: noise keyed by the operating system; see `StepNoise`.
 
     `p.summed_grad` is the clipped sum, in float32 or better; `p.grad` after a step what the optimizer inside used.
-    Noise is that of the largest clipping norm among the backwards of the step, should it change between them.
+    Noise is that of the largest clipping norm among the backwards of the step, should it change between them. Copies
+    and pickles train with noise of their own.
 
     >>> from fastdp.compat.opacus import GradSampleModule
     >>> model = GradSampleModule(nn.Linear(3, 2))
@@ -72,6 +65,9 @@ class DPOptimizer(Copied, Optimizer):
     >>> model(torch.ones(5, 3)).square().sum(1).mean().backward()
     >>> optimizer.step()
     """
+
+    noise_multiplier: float
+    max_grad_norm: float
 
     def __init__(
         self,
@@ -85,56 +81,32 @@ class DPOptimizer(Copied, Optimizer):
         secure_mode: bool = False,
         **kwargs: Any,
     ) -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"Unexpected value for loss_reduction: {loss_reduction}")
-        if loss_reduction == "mean" and expected_batch_size is None:
-            raise ValueError("expected_batch_size is needed where loss_reduction is 'mean'")
         warn_of_others(optimizer, "the accountant of PrivacyEngine")
-        self.original_optimizer = optimizer
-        self.noise_multiplier = noise_multiplier
-        self.max_grad_norm = max_grad_norm
-        self.loss_reduction = loss_reduction
-        self.expected_batch_size = expected_batch_size
-        self.step_hook: Callable[[DPOptimizer], None] | None = None
-        self.generator = generator
-        self.secure_mode = secure_mode
-        self._step_skip_queue: list[bool] = []
-        self._is_last_step_skipped = False
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
         self._noise: StepNoise | None = None
         self._bound: float | None = None  # the largest clipping norm of the sums at hand
-        for p in self.params:
-            p.summed_grad = None  # type: ignore[attr-defined]
 
-    # ------------------------------------------------------------------ the optimizer inside
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_noise": None}  # noise that two must not share
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
-        return params(self)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # torch's would replace the step of the class, also of others of it
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = param_groups
-
-    @property
-    def state(self) -> defaultdict[Any, Any]:  # type: ignore[override]
-        return self.original_optimizer.state  # type: ignore[return-value]
-
-    @state.setter
-    def state(self, state: defaultdict[Any, Any]) -> None:
-        self.original_optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = defaults
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy draws from the same generator: from a copy of the generator both would draw the same noise."""
+        memo[id(self.generator)] = self.generator
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also train these parameters."""
@@ -142,12 +114,6 @@ class DPOptimizer(Copied, Optimizer):
         for p in self.params:
             if not hasattr(p, "summed_grad"):
                 p.summed_grad = None  # type: ignore[attr-defined]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.original_optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.original_optimizer.load_state_dict(state_dict)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Of the optimizer inside: called at real steps, once `.grad` is private."""
@@ -157,46 +123,16 @@ class DPOptimizer(Copied, Optimizer):
         """Of the optimizer inside: called after real steps."""
         return self.original_optimizer.register_step_post_hook(hook)
 
-    def __repr__(self) -> str:
-        return repr(self.original_optimizer)
-
     # ------------------------------------------------------------------ gradients of samples
 
-    def _get_flat_grad_sample(self, p: Tensor) -> Tensor:
-        """The per-sample gradients of all backwards since the last zero_grad: [samples, *shape].
-
-        Raises ValueError where there are none.
-        """
-        entries = [e.tensor() if isinstance(e, Pending) else e for e in self._entries(p)]
-        return entries[0] if len(entries) == 1 else torch.cat(entries)
-
     def _entries(self, p: Tensor) -> list[Any]:
-        """What waits of each backward, without a look: Pending or Tensor. Raises ValueError where nothing does."""
-        try:
-            held = samples.peek(p)
-        except AttributeError:
-            raise ValueError(
-                f"Per sample gradient not found. Are you using GradSampleModule? (a parameter of shape "
-                f"{tuple(p.shape)} has no grad_sample)"
-            ) from None
-        if held is None:
-            raise ValueError(
-                "Per sample gradient is not initialized. Not updated in backward pass? (step() needs a backward since "
-                "zero_grad(), through the module that the parameters belong to, in training mode)"
-            )
+        """What waits of each backward, not computed yet: Pending or Tensor. Raises ValueError where nothing does."""
+        held = samples.peek(p)
         if isinstance(held, list):
             return held
         if not isinstance(held, Pending | Tensor):
-            raise ValueError(f"Unexpected grad_sample type: {type(held)}")
+            self._get_flat_grad_sample(p)  # raises the error of its kind
         return [held]
-
-    @property
-    def grad_samples(self) -> list[Tensor]:
-        """The per-sample gradients of each parameter. Looking at them makes tensors of them."""
-        for p in self.params:
-            if isinstance(p.__dict__.get(samples.NAME), Pending | list):
-                p.grad_sample  # type: ignore[attr-defined]  # noqa: B018  (what is looked at may be edited)
-        return [self._get_flat_grad_sample(p) for p in self.params]
 
     @property
     def accumulated_iterations(self) -> int:
@@ -244,19 +180,6 @@ class DPOptimizer(Copied, Optimizer):
 
     # ------------------------------------------------------------------ the step
 
-    def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Say, for each step to come, whether it only takes the gradients of a part of its batch."""
-        self._step_skip_queue.append(do_skip)
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        if not self._step_skip_queue:
-            return False
-        return self._step_skip_queue.pop(0) if pop_next else self._step_skip_queue[0]
-
-    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """fn(optimizer) is called at every real step, before the optimizer inside makes it: for accountants."""
-        self.step_hook = fn
-
     def add_noise(self) -> None:
         """`p.grad` = the clipped sum and its noise."""
         self._noise_into_grad(self.noise_multiplier * self._sensitivity())
@@ -272,7 +195,7 @@ class DPOptimizer(Copied, Optimizer):
         for p in self.params:
             total = p.summed_grad  # type: ignore[attr-defined]
             _check_processed_flag(total)
-            noisy = self._copy(p, total)
+            noisy = total.detach().clone(memory_format=torch.contiguous_format)
             if std:
                 assert self._noise is not None
                 self._noise.add_(noisy, std, self._place(p))
@@ -287,13 +210,6 @@ class DPOptimizer(Copied, Optimizer):
         """The noisy sum, as the parameter lies."""
         return noisy.view_as(p).to(p.dtype)
 
-    def _copy(self, p: nn.Parameter, total: Tensor) -> Tensor:
-        """A contiguous copy of the sum, in `.grad`'s memory where that is of its kind."""
-        grad = p.grad
-        if grad is None or grad.layout != torch.strided or not grad.is_contiguous() or not _alike(grad, total):
-            return total.detach().clone(memory_format=torch.contiguous_format)
-        return grad.copy_(total)
-
     def _next_noise(self) -> StepNoise:
         if self._noise is None or self._noise.secure != self.secure_mode:
             self._noise = StepNoise(self.generator, self.secure_mode, self._same_key)
@@ -304,14 +220,6 @@ class DPOptimizer(Copied, Optimizer):
     def _same_key(self, key: bytes) -> bytes:
         """The key of the noise that all processes draw, of which this one proposes one."""
         return key
-
-    def scale_grad(self) -> None:
-        """Under a mean loss `p.grad` is divided by the expected batch size, for each backward of the step."""
-        if self.loss_reduction == "mean":
-            assert self.expected_batch_size is not None
-            for p in self.params:
-                assert p.grad is not None
-                p.grad /= self.expected_batch_size * self.accumulated_iterations
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear `p.grad_sample`; after a step that was no part of one, also `p.summed_grad`; zero `p.grad`."""
@@ -365,9 +273,3 @@ class DPOptimizer(Copied, Optimizer):
             found = self.original_optimizer.step()
             return loss if found is None else found
         return loss
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Of one type, shape and device, in memory apart."""
-    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device) and not same

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from opacus.optimizers.utils import params
 from torch.optim import Optimizer
 
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
 from .optimizer import DPOptimizer
 from .sums import norm_sq, sums
-from .utils import params
 
 
 class DPPerLayerOptimizer(DPOptimizer):

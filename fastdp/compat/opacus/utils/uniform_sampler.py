@@ -10,7 +10,7 @@ import torch
 from opacus.utils import uniform_sampler as theirs
 from torch import Tensor
 
-from ..accountants.utils import whole
+from ..accountants import whole
 
 __all__ = ["DistributedUniformWithReplacementSampler", "UniformWithReplacementSampler"]
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...privacy_engine import PrivacyEngine
-from ..fast_gradient_clipping_utils import DPLossFastGradientClipping, reduced
+from ..privacy_engine import PrivacyEngine
+from .fast_gradient_clipping_utils import DPLossFastGradientClipping, reduced
 
+__path__: list[str] = []  # see aliases.py
 __all__ = [
     "DPLossFastGradientAdaptiveClipping",
     "DPTensorFastGradientAdaptiveClipping",

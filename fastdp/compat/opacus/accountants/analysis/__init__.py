@@ -1,1 +1,0 @@
-"""The mathematics of the accountants: Opacus's own."""

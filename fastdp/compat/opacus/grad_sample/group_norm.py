@@ -1,5 +1,0 @@
-"""Opacus's own functions for one layer at a time, by their path; fastdp's engine does not call them."""
-
-from opacus.grad_sample.group_norm import compute_group_norm_grad_sample
-
-__all__ = ["compute_group_norm_grad_sample"]
