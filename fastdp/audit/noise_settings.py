@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .known import ordinary_norm, weak
-from .law import LEVEL
 from .measure import Probe
-from .noise import draws, settings
-from .path import noise_path
+from .noise import deviation, draws, settings
+from .noise_trajectory import noise_trajectory
+from .normality import LEVEL
+from .reference_samples import ordinary_norm, taken_or_not, weak
 from .statistics import scale_interval
-from .trainable import AuditError, Batch, count, pick
+from .trainable import Batch, count, pick
 
 DRAWS, FEWER = 1400, 500  # of each setting: standard errors of 1.9 and 3.2 %; FEWER for those of SIZES
 MARGIN = 0.01
@@ -38,52 +38,45 @@ class Setting(NamedTuple):
 
 def wrong_size(probe: Probe) -> str:
     """What is wrong with the noise at one of these settings; empty where nothing is. Plain words, for a sentence."""
-    path = noise_path(probe)
+    path = noise_trajectory(probe)
     unit = path.std / path.norm / path.sigma * probe.divisor(1)
-    chosen, found = list(_settings(probe)), []
+    chosen, worst, found = list(_settings(probe)), 0.0, ""
     for number, (norm, sigma, batch, values, what) in enumerate(chosen):
-        size = count(batch[1])
-        expected = unit * norm * sigma / probe.divisor(size)
-        if expected < 100 * probe.precision * float(np.sqrt(np.mean(probe.start**2))):
+        expected, noise = unit * norm * sigma / probe.divisor(count(batch[1])), None
+        if expected < 100 * probe.precision * deviation(probe.start):
             continue  # rounding of the parameters would blur it
-        try:
-            noise = draws(probe, norm, sigma, probe.repeats(2, values), size, 3501 + 100 * number, batch)
-        except AuditError:
-            raise
-        except Exception:  # noqa: BLE001  (a batch that the script does not take: of no sample, or soft labels)
+        with taken_or_not():
+            noise = draws(probe, norm, sigma, probe.repeats(2, values), [batch], 3501 + 100 * number)
+        if noise is None:
             continue
         low, high = scale_interval(noise, 1 - LEVEL / len(chosen))
-        if low > (1 + MARGIN) * expected or high < (1 - MARGIN) * expected:
-            share = float(np.sqrt(np.mean(noise**2))) / expected
-            found.append((abs(share - 1), f"at sigma = {sigma:g} and C = {norm:.3g}, on {what}, it is {share:.3g} "
-                          f"times what it is for sigma = {path.sigma:.3g} and C = {path.norm:.3g} on one sample, in "
-                          "proportion"))  # fmt: skip
-    return max(found)[1] if found else ""
+        share = deviation(noise) / expected
+        if not (low > (1 + MARGIN) * expected or high < (1 - MARGIN) * expected) or abs(share - 1) < worst:
+            continue
+        worst = abs(share - 1)
+        found = (
+            f"at sigma = {sigma:g} and C = {norm:.3g}, on {what}, it is {share:.3g} times what it is for sigma = "
+            f"{path.sigma:.3g} and C = {path.norm:.3g} on one sample, in proportion"
+        )
+    return found
 
 
 def _settings(probe: Probe) -> Iterator[Setting]:
     norm, sigma = settings(probe)
-    many, few = probe.data(8, 281), probe.data(3, 283)
+    many, few = (probe.data(8, 281), "8 samples"), (probe.data(3, 283), "3 samples")
     if probe.optimizer == "adam":  # whose step is linear in small gradients only
-        yield Setting(norm / 4.3, 0.349 * sigma, many, DRAWS, "8 samples")
-        yield Setting(norm * 0.73, 1.19 * sigma, few, DRAWS, "3 samples")
+        yield Setting(norm / 4.3, 0.349 * sigma, many[0], DRAWS, many[1])
+        yield Setting(norm * 0.73, 1.19 * sigma, few[0], DRAWS, few[1])
     else:
-        for share, sigma in SHARES:
-            yield Setting(norm * share, sigma, many, DRAWS, "8 samples")
         typical = ordinary_norm(probe)
-        for share, sigma in ABOVE if typical is not None else ():
-            assert typical is not None
-            batch, what = (few, "3 samples") if share > 100 else (many, "8 samples")
-            yield Setting(typical * share, sigma, batch, DRAWS, what)
-    yield from _of_sizes(probe)
-
-
-def _of_sizes(probe: Probe) -> Iterator[Setting]:
-    """Batches of many sizes, and single samples whose sum is nothing and huge."""
-    norm, sigma = settings(probe)
+        pairs = [(norm * share, sigma) for share, sigma in SHARES]
+        pairs += [(typical * share, sigma) for share, sigma in ABOVE if typical is not None]
+        for number, pair in enumerate(pairs):
+            batch, what = few if number == 4 else many
+            yield Setting(*pair, batch, DRAWS, what)
     most = probe.data(max(SIZES), 285)
-    for size in SIZES:
-        loud = sigma * max(1.0, size / 4)  # as large on the mean as with few samples
+    for size in SIZES:  # sigma: as large on the mean as with few samples
+        loud = sigma * max(1.0, size / 4)
         yield Setting(norm, loud, pick(most, np.arange(size)), FEWER, f"{size or 'no'} samples")
     with contextlib.suppress(Exception):  # no labels of no gradient can be had
         yield Setting(norm, sigma, weak(probe, 0.0, 287), FEWER, "a sample without gradient")
