@@ -8,7 +8,7 @@ noise that is far above what samples contribute, and read after every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def walker(probe: Probe) -> tuple[str, Walk | None]:
     three = [probe.data(1, 221 + k) for k in range(3)]
     norm = settings(probe)[0]
     alone = np.stack([probe.outcome(three[:k], norm).parameters for k in (1, 2, 3)])
-    follow = getattr(probe.trainable, "trajectory", None)
+    follow: Any = getattr(probe.trainable, "trajectory", None)
 
     def in_one_run(batches: Sequence[Batch], norm: float, sigma: float, seed: int) -> Array:
         model = probe.trainable.build(probe.seed)
