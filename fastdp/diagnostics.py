@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .analysis.drawing import bars
 from .engine.gradients import Gradients
 from .engine.per_sample import PerSampleGradients
 from .errors import StepError
@@ -30,13 +29,6 @@ class NormHistogram(NamedTuple):
 
     edges: Tensor
     counts: Tensor
-
-    def __str__(self) -> str:
-        names = [
-            f"{low:.3g} - {high:.3g}"
-            for low, high in zip(self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True)
-        ]
-        return bars(names, self.counts.tolist())
 
 
 @dataclass

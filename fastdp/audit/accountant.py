@@ -1,4 +1,4 @@
-"""Does the accountant count what was done: every noised step, at its noise and rate; and is an empty batch a step?"""
+"""Tests that the accountant counts every noised step at its noise and rate, and that an empty batch is a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A logical batch in parts (micro-batches, or the shares of workers): one sum, one noise."""
+"""Tests that a logical batch in parts (micro-batches, or workers' shares) has one sum and one noise."""
 
 from __future__ import annotations
 

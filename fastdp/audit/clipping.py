@@ -1,4 +1,4 @@
-"""Is the gradient clipped at all? The answer of one sample's step to the clipping norm, without noise."""
+"""Tests that gradients are clipped at all: one sample's step without noise must shrink with the clipping norm."""
 
 from __future__ import annotations
 

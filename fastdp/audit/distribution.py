@@ -1,4 +1,4 @@
-"""The noise itself: on every parameter, of the right size, normal, and not coarse; and its size beside a sample's."""
+"""Tests of the noise: on every parameter, of the right size, normal, not coarse; its size beside a sample's share."""
 
 from __future__ import annotations
 

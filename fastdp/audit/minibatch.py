@@ -1,4 +1,4 @@
-"""Is each sample clipped, or only their mean? The answer of a step to the size of the batch around one sample."""
+"""Tests that samples are clipped one by one, and not their mean: the change of a step against the batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the noise follow C and sigma? Distances between models that differ only in the seed of their noise."""
+"""Tests that the noise follows C and sigma, by distances between models that differ only in the seed of their noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is fresh noise drawn at every step and for every parameter? Reused noise can be subtracted."""
+"""Tests that fresh noise is drawn at every step and for every parameter: reused noise can be subtracted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the noise sigma C at every sigma and every C, for batches of every size, and whatever the samples' gradients are?
+"""Tests the noise's standard deviation at many sigma and C, for batches of many sizes, and for small and huge sums.
 
 Noise multipliers here are no round numbers, and C lies far below the samples' gradients, among them and far above: a
 sigma that is rounded, a floor, and noise that follows the gradients instead of C show. Batches have from no sample to

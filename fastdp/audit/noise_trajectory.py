@@ -1,4 +1,4 @@
-"""The noise of many steps, one by one: what tails, single coordinates and single steps are looked at in.
+"""Records the noise of hundreds of steps of one model, for tests of tails, single coordinates and single steps.
 
 A step of a few hundred parameters shows a few hundred draws; a tail that was cut at three standard deviations, or one
 step in ten without noise, shows in a hundred thousand of them only. So a model is trained for hundreds of steps with

@@ -1,4 +1,4 @@
-"""The curves behind the verdicts, one picture a test, with what a correct step would show beside them."""
+"""Plots of what the tests measured, one picture a test, with a correct step's curve beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All tests over one trainable."""
+"""Runs the tests on one Trainable, and says what keeps it from being measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer takes from the others in the batch, and what a sample of NaN does to them."""
+"""Tests of layers that take statistics over the batch, and of samples whose gradient is NaN or infinite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are batches drawn as the accountant assumes: every record by itself, with the accounted probability?"""
+"""Tests that batches are Poisson samples: every record by itself, with the accounted probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much one sample can change: never more than C, alone, in company, and after other steps."""
+"""Tests that no sample changes the sum by more than C: alone, in a batch, and in later steps."""
 
 from __future__ import annotations
 

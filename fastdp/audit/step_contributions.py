@@ -1,4 +1,4 @@
-"""What samples contribute to each of dozens of steps: never more than C, and always what they contribute alone.
+"""Measures what samples contribute to each of dozens of steps: at most C, and what they contribute alone.
 
 A model is trained without noise on samples of all labels in turn, and on none now and then, and read after every step.
 At a C far below the gradients the weights hardly move: a step is then the sum of what its samples contribute alone. At

@@ -1,4 +1,4 @@
-"""What an optimizer makes of the sums that it is handed: at once, and in later steps, as a momentum does.
+"""Recognises what an optimizer does with the sums that it is handed: plain SGD, momentum of several kinds, or Adam.
 
 It is told from outside, by what one sample's contribution to each of four steps has done after the last. Momentum, with
 dampening or Nesterov's, averages (1 - momentum) and Adam's are recognised; noise must go the same way as contributions,

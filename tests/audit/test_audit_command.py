@@ -89,12 +89,6 @@ def test_a_script_that_fails_is_said_with_its_place(tmp_path: Path, capsys) -> N
     assert "is a return missing?" in capsys.readouterr().err
 
 
-def test_list_names_every_test(capsys) -> None:
-    assert run("--list") == 0
-    out = capsys.readouterr().out
-    assert "no_clipping" in out and "epsilon_bound" in out
-
-
 def test_the_command_line_knows_it_and_stays_light() -> None:
     code = "import fastdp.__main__, sys; fastdp.__main__.parser(); print('scipy.stats' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -226,14 +226,6 @@ def test_a_warmed_up_model_goes_on_as_one_run_would(name: str) -> None:
     assert change != change_in_loss(probe, batch, 0.01, warm=warm)[0]
 
 
-def test_the_papers_label_has_no_gradient_where_its_output_is_a_probability() -> None:
-    """Softmax cross-entropy with y = -alpha p: sum(y) p - y = 0. The logits are meant, whose gradient is large."""
-    logits = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    for y, size in ((torch.softmax(logits.detach(), 1), 0.0), (logits.detach(), 10.0)):
-        (g,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, -10 * y), logits)
-        assert (g.norm() > size) if size else (g.norm() < 1e-14)
-
-
 def test_p_of_slope_has_no_floor() -> None:
     assert slope([1, 2, 3], [5, 5, 5], 0) == (0.0, 1.0)
     assert slope([1, 2, 3, 4], [1, 1 + 1e-12, 1 + 2e-12, 1 + 3e-12], 0)[1] < 0.01

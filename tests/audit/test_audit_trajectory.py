@@ -15,7 +15,6 @@ from fastdp.audit import TorchTrainable
 from fastdp.audit.measure import Probe
 from fastdp.audit.noise_trajectory import noise_trajectory, response, walker, without_memory
 from fastdp.audit.reference_samples import confident, gradient_norm, ordinary_norm, weak
-from fastdp.audit.sensitivity import growth_of_a_run
 from fastdp.audit.update import echo
 
 from . import audit_right as right
@@ -70,15 +69,6 @@ def test_a_loop_is_read_after_every_step(name: str) -> None:
     np.testing.assert_allclose(walk(batches, 0.1, 0.0, 1), alone, atol=1e-6)
 
 
-def test_an_optimizer_is_read_after_every_step() -> None:
-    probe = Probe(right.RIGHT["fastdp, local, flat"](), 1)
-    way, walk = walker(probe)
-    assert way == "trajectory" and walk is not None
-    batches = [probe.data(1, k) for k in range(3)]
-    whole = probe.trainable.run(probe.trainable.build(1), batches, clipping_norm=0.1, noise_multiplier=0.5, seed=7)
-    np.testing.assert_allclose(walk(batches, 0.1, 0.5, 7)[-1], whole.parameters, atol=1e-6)
-
-
 def test_a_run_that_leaves_its_model_alone_is_audited_on_fresh_ones() -> None:
     class Pure(Hand):
         def run(self, model: Any, batches: Any, **given: Any) -> Any:
@@ -108,17 +98,6 @@ def test_a_sample_that_does_not_count_stays_out_of_later_steps(seed: int) -> Non
     probe = Probe(right.HAND["global"](), seed)
     np.testing.assert_allclose(response(probe, walker(probe)[1], 3), 0, atol=0.02)  # type: ignore[arg-type]
     np.testing.assert_allclose(echo(probe, 4), 1, atol=0.02)
-
-
-def test_adams_contributions_are_followed_too() -> None:
-    for make in (lambda: Hand("adam"), right.RIGHT["fastdp, Adam"]):
-        np.testing.assert_allclose(echo(Probe(make(), 1), 4), [1.985, 1.094, 0.631, 0.291], atol=5e-3)
-
-
-@pytest.mark.parametrize("name", ["by hand", "regression", "automatic", "global", "momentum", "weight decay"])
-def test_later_steps_of_a_right_loop_are_proportional_to_c(name: str) -> None:
-    found = growth_of_a_run(Probe(right.HAND[name](), 1))
-    assert found is None or found == pytest.approx(1, abs=0.005)
 
 
 def test_small_gradients_are_as_small_as_is_said() -> None:

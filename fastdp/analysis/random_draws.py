@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..engine.mode_stack import Dispatching
 from ..layouts import by_value
 from ..layouts.code import FASTDP, TORCH
-from .draw import SHARED, Draw, Piece, default_generator, untouched
+from .random_operation import SHARED, Draw, Piece, default_generator, untouched
 
 _UNTAGGED = {"random_", "random", "_sample_dirichlet", "binomial"}  # by torch, though they draw
 _RATES = ("dropout_p", "dropout", "p")  # arguments that are zero where nothing is drawn
