@@ -54,7 +54,7 @@ class Probe:
 
     def __init__(self, trainable: Trainable, seed: int = 0) -> None:
         self.trainable, self.seed = check_trainable(trainable), seed
-        self.steps = 0  # training steps of all outcomes so far, and of the paper's tests
+        self.steps = 0  # training steps so far
         self.counted: Callable[[int], None] | None = None  # is told of that number whenever it grows
         self.memo: dict[Any, Any] = {}  # of `remembered`: what several tests look at
 
@@ -62,13 +62,17 @@ class Probe:
 
     def run(self, model: Any, batches: Sequence[Batch], norm: float, sigma: float, seed: int) -> Outcome:
         """Train a model on the batches. The steps are counted."""
-        self.steps += len(batches)
-        if self.counted is not None:
-            self.counted(self.steps)
+        self.count(len(batches))
         with np.errstate(all="ignore"):
             return check_outcome(
                 self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed)
             )
+
+    def count(self, steps: int) -> None:
+        """So many more training steps are made."""
+        self.steps += steps
+        if self.counted is not None:
+            self.counted(self.steps)
 
     def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
         """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""

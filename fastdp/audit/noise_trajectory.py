@@ -134,6 +134,7 @@ def walker(probe: Probe) -> tuple[str, Walk | None]:
     follow: Any = getattr(probe.trainable, "trajectory", None)
 
     def in_one_run(batches: Sequence[Batch], norm: float, sigma: float, seed: int) -> Array:
+        probe.count(len(batches))
         model = probe.trainable.build(probe.seed)
         found = follow(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed)
         return np.zeros((0, 0)) if found is None else np.asarray(found, float)

@@ -50,8 +50,8 @@ PAPER: dict[str, Test] = {
 }  # fmt: skip
 STATISTICS: dict[str, dict[str, Test]] = {"fastdp": TESTS, "paper": PAPER, "both": {**TESTS, **PAPER}}
 STEPS = {  # that a test takes of a right step with SGD, about; those that are not here take fewer than ten
-    "no_clipping": 44, "minibatch_clipping": 14, "uncalibrated_noise": 32, "sensitivity": 200,
-    "per_sample_independence": 93, "noise_distribution": 76, "noise_independence": 346, "epsilon_bound": 71,
+    "no_clipping": 44, "minibatch_clipping": 14, "uncalibrated_noise": 32, "sensitivity": 300,
+    "per_sample_independence": 93, "noise_distribution": 560, "noise_independence": 346, "epsilon_bound": 71,
     "paper_minibatch_clipping": 109, "paper_uncalibrated_noise": 760, "paper_noise_distribution": 29,
 }  # fmt: skip
 FEW = 4

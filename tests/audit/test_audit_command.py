@@ -145,5 +145,5 @@ def test_steps_are_told_while_tests_run():
     done = [number for number, *_ in told]
     assert not report.bugs and done == sorted(done) and done[0] == 0
     assert len({number for number, _, name in told if name == "no_clipping"}) > 5  # it moves within a test, too
-    assert done.count(44 + 199) > 1  # a test that takes more than is usual waits at its end
+    assert done.count(44 + 299) > 1  # a test that takes more than is usual waits at its end
     assert told[-1] == (done[-1], done[-1], "done") and {total for _, total, _ in told} == {done[-1]}
