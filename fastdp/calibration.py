@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .verification.drawing import bars
-
 
 class Calibration(NamedTuple):
     """NLL in nats; accuracy, ECE and MCE as shares in [0, 1]; and, per bin, mean confidence, accuracy and count."""
@@ -37,10 +35,6 @@ class ConfidenceHistogram(NamedTuple):
     counts: Tensor
     confidence: float  # mean over all predictions
     accuracy: float
-
-    def __str__(self) -> str:
-        names, counts = _bin_names(len(self.counts)), self.counts.tolist()
-        return f"{bars(names, counts)}\nmean confidence {self.confidence:.3f}, accuracy {self.accuracy:.3f}"
 
 
 def calibration(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False) -> Calibration:
@@ -97,10 +91,7 @@ def mce(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool =
 def confidence_histogram(
     logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False
 ) -> ConfidenceHistogram:
-    """Count the confidences of the predicted classes by bin. The arguments are those of `calibration`.
-
-    `print` draws the result.
-    """
+    """Count the confidences of the predicted classes by bin. The arguments are those of `calibration`."""
     found = _predictions(logits, labels, probabilities)
     count = torch.bincount(_bin_of(found.confidence, bins), minlength=bins)
     edges = torch.arange(bins + 1, dtype=torch.float64) / bins
@@ -161,43 +152,30 @@ def _bin_of(confidence: Tensor, bins: int) -> Tensor:
     return (torch.bucketize(confidence, edges, right=False) - 1).clamp(0, bins - 1)
 
 
-# --------------------------------------------------------------------------- pictures
+def reliability_diagram(results: Mapping[str, Calibration], path: str | Path) -> None:
+    """Draw accuracy against confidence for each model as a PNG at `path`, by matplotlib (of the extra `demo`).
 
-
-def reliability_diagram(results: Mapping[str, Calibration], path: str | Path | None = None) -> str:
-    """Draw accuracy against confidence for each model, in characters, and as a PNG at `path` by matplotlib.
-
-    If matplotlib (of the extra `demo`) is missing, the characters are written to `path` with the suffix .txt instead,
-    with a warning.
+    Without matplotlib it warns and draws nothing.
 
     Args:
         results: a Calibration for each model, by name.
-        path: the file to write. None: no file.
-
-    Returns:
-        The drawing in characters.
+        path: the file to write.
 
     Raises:
         ValueError: if there are no results.
     """
     if not results:
         raise ValueError("no results to draw")
-    text = "\n\n".join(_drawing(name, found) for name, found in results.items())
-    if path is None:
-        return text
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        instead = Path(path).with_suffix(".txt")
-        instead.write_text(text + "\n", encoding="utf-8")
-        warnings.warn(f"no matplotlib (pip install matplotlib): the diagram is in {instead}", stacklevel=2)
-        return text
+        warnings.warn(f"no matplotlib (pip install matplotlib): {path} is not drawn", stacklevel=2)
+        return
     figure = Figure(figsize=(4.2 * len(results), 4.4), layout="constrained")
     for position, (name, found) in enumerate(results.items()):
         axes = figure.add_subplot(1, len(results), position + 1)
         bins = len(found.bin_count)
-        centres = (torch.arange(bins) + 0.5) / bins
-        filled = (found.bin_count > 0).cpu()
+        centres, filled = (torch.arange(bins) + 0.5) / bins, (found.bin_count > 0).cpu()
         axes.bar(centres[filled], found.bin_accuracy.cpu()[filled], 1 / bins, color="#4477aa", edgecolor="white")
         axes.plot([0, 1], [0, 1], "--", color="#bb5566", label="calibrated")
         axes.plot(found.bin_confidence.cpu()[filled], found.bin_accuracy.cpu()[filled], "o", ms=3, color="black")
@@ -205,24 +183,3 @@ def reliability_diagram(results: Mapping[str, Calibration], path: str | Path | N
         axes.set_title(f"{name}\nECE {100 * found.ece:.1f} %, NLL {found.nll:.3f}", fontsize=10)
         axes.legend(loc="upper left", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
-    return text
-
-
-def _drawing(name: str, found: Calibration, width: int = 40) -> str:
-    """A line a bin that has samples: its accuracy as a bar, its mean confidence as a |."""
-    lines = [f"{name}: accuracy {100 * found.accuracy:.1f} %, ECE {100 * found.ece:.1f} %, NLL {found.nll:.3f}"]
-    names = _bin_names(len(found.bin_count))
-    rows = zip(names, found.bin_accuracy.tolist(), found.bin_confidence.tolist(), found.bin_count.tolist(), strict=True)
-    for label, accuracy, confidence, count in rows:
-        if not count:
-            continue
-        line = list(f"{'#' * round(width * accuracy):<{width + 1}}")
-        line[round(width * confidence)] = "|"
-        lines.append(f"{label} {''.join(line)} {accuracy:.2f} of {count:g}")
-    lines.append("# accuracy, | mean confidence: a calibrated bar ends at its |")
-    return "\n".join(lines)
-
-
-def _bin_names(bins: int) -> list[str]:
-    digits = 2 if bins <= 50 else 3
-    return [f"{k / bins:.{digits}f}-{(k + 1) / bins:.{digits}f}" for k in range(bins)]

@@ -22,7 +22,6 @@ from .engine.per_sample import PerSampleGradients
 from .errors import StepError
 from .losses.preactivations import ACTIVATIONS, Hook, chosen_layers, runs_again
 from .optim.optimizers import PrivateOptimizer
-from .verification.drawing import bars
 
 
 class NormHistogram(NamedTuple):
@@ -30,13 +29,6 @@ class NormHistogram(NamedTuple):
 
     edges: Tensor
     counts: Tensor
-
-    def __str__(self) -> str:
-        names = [
-            f"{low:.3g} - {high:.3g}"
-            for low, high in zip(self.edges[:-1].tolist(), self.edges[1:].tolist(), strict=True)
-        ]
-        return bars(names, self.counts.tolist())
 
 
 @dataclass

@@ -8,16 +8,14 @@ of their Theorem 5.2. Guesses that are better than that for every epsilon below 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
 
-from .finding import BUG, OK, Finding
-from .measure import Probe, batch_of
-from .trainable import Array, Lacking, pick
-
-NAME = "epsilon_bound"
+from .finding import Finding, Result, audit_test
+from .measure import Probe
+from .noise import FRESH, deviation
+from .trainable import Array, Lacking, batch_of, pick
 
 
 def guess_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
@@ -66,17 +64,11 @@ def gaussian_sigma(epsilon: float, delta: float) -> float:
     return float(optimize.brentq(lambda sigma: gaussian_delta(epsilon, sigma) - delta, 0.05, 1e4, xtol=1e-8))
 
 
+@audit_test
 def epsilon_bound(
-    trainable: Any,
-    *,
-    seed: int = 0,
-    epsilon: float = 2.0,
-    delta: float = 1e-5,
-    canaries: int = 64,
-    runs: int = 4,
-    abstain: float = 0.5,
+    probe: Probe, *, epsilon: float = 2.0, delta: float = 1e-5, canaries: int = 64, runs: int = 4, abstain: float = 0.5,
     significance: float = 1e-3,
-) -> Finding:
+) -> Finding:  # fmt: skip
     """Attacks a step with noise for (epsilon, delta), and compares the refuted epsilon with the claimed one.
 
     Each of `runs` steps has separate coins; a coin takes part in one run only, so all runs together are as private as
@@ -87,49 +79,42 @@ def epsilon_bound(
     statistic: the lower bound at confidence 1 - significance; bound: the claimed epsilon; data["lower_95"]: the lower
     bound at 95 %.
     """
-    probe = Probe.of(trainable, seed)
-    norm = _norm(probe)
-    sigma = gaussian_sigma(epsilon, delta)
-    base, pool = probe.data(4, 97), probe.data(canaries, 101)
+    sigma, base, pool = gaussian_sigma(epsilon, delta), probe.data(4, 97), probe.data(canaries, 101)
+    norm = probe.usual_norm * (1.5 if probe.regime.kind == "switched" else 1.0)
     if probe.regime.kind == "flat":  # not clipped: a norm that ordinary samples exceed
         some = [float(np.linalg.norm(probe.summed(pick(pool, [k]), norm))) for k in range(5)]
         norm = float(np.median(some)) / probe.gain / 20
     single = np.stack([probe.summed(pick(pool, [k]), norm) for k in range(canaries)])  # [m, P]
-    without = probe.summed(base, norm)
     sizes = np.linalg.norm(single, axis=1)
     if not np.isfinite(sizes).all() or sizes.max() <= 10 * probe.resolution:
         raise Lacking("needs samples with a finite contribution at the clipping norm tried")
-    solve = _decoder(single, _seen_noise(probe, norm, sigma))
-    draw = np.random.default_rng(seed + 12345)
-    scores, truths = [], []
-    for run in range(runs):
-        inside = draw.random(canaries) < 0.5
-        batch = batch_of([base, pick(pool, np.flatnonzero(inside))])
-        size = len(np.flatnonzero(inside)) + 4
-        seen = probe.change([batch], norm, sigma, 6101 + run) * probe.divisor(size) - without
-        if not np.isfinite(seen).all():
-            raise Lacking("needs a step with noise that leaves the parameters finite")
-        scores.append(solve(seen))
-        truths.append(inside)
-    score, truth = np.concatenate(scores), np.concatenate(truths)
+    draw = np.random.default_rng(12345)
+    inside = draw.random((runs, canaries)) < 0.5
+    batches = [batch_of([base, pick(pool, np.flatnonzero(there))]) for there in inside]
+    seen = [probe.change([batch], norm, sigma, 6101 + run) * probe.divisor(4 + int(inside[run].sum()))
+            for run, batch in enumerate(batches)]  # fmt: skip
+    if not np.isfinite(seen).all():
+        raise Lacking(FRESH)
+    score = _scores(single, np.stack(seen) - probe.summed(base, norm), _seen_noise(probe, norm, sigma)).ravel()
+    truth = inside.ravel()
     total, guesses = len(score), max(1, round((1 - abstain) * len(score)))
     sure = np.argsort(-np.abs(score), kind="stable")[:guesses]
     right = int(((score[sure] > 0) == truth[sure]).sum())
-    lower = epsilon_lower_bound(total, guesses, right, delta, 1 - significance)
-    data = {"canaries": total, "guesses": guesses, "right": right, "delta": delta, "claimed": epsilon, "sigma": sigma,
-            "norm": norm, "lower_95": epsilon_lower_bound(total, guesses, right, delta, 0.95),
-            "scores_in": score[truth].tolist(), "scores_out": score[~truth].tolist()}  # fmt: skip
+    lower, lower_95 = (epsilon_lower_bound(total, guesses, right, delta, c) for c in (1 - significance, 0.95))
+    result = Result(
+        "the step is as private as it claims", canaries=total, guesses=guesses, right=right, delta=delta,
+        claimed=epsilon, sigma=sigma, norm=norm, lower_95=lower_95, scores_in=score[truth].tolist(),
+        scores_out=score[~truth].tolist(),
+    )  # fmt: skip
     p_value = guess_p_value(total, guesses, right, epsilon, delta)
-    null = "the step is as private as it claims"
     shown = f"{right} of {guesses} guesses which canaries were there are right: epsilon is at least {lower:.2f}"
     if lower > epsilon:
-        text = (
+        return result.bug(
             f"{shown}, but noise for {epsilon:g} at delta {delta:g} was asked for (sigma = {sigma:.3g}). The other "
-            "tests say what is wrong; if they do not, look for a channel beside the gradient."
-        )
-        return Finding(NAME, BUG, text, lower, p_value, epsilon, null, data)
-    text = f"{shown} (95 %: {data['lower_95']:.2f}); claimed {epsilon:g} at delta {delta:g}."
-    return Finding(NAME, OK, text, lower, p_value, epsilon, null, data)
+            "tests say what is wrong; if they do not, look for a channel beside the gradient.", lower, p_value, epsilon,
+        )  # fmt: skip
+    text = f"{shown} (95 %: {lower_95:.2f}); claimed {epsilon:g} at delta {delta:g}."
+    return result.passed(text, lower, p_value, epsilon)
 
 
 def _seen_noise(probe: Probe, norm: float, sigma: float) -> float:
@@ -137,22 +122,12 @@ def _seen_noise(probe: Probe, norm: float, sigma: float) -> float:
     batch = [probe.data(8, 103)]
     noise = probe.change(batch, norm, sigma, 6001) - probe.change(batch, norm, sigma, 6002)
     rounding = 2 * probe.resolution / np.sqrt(noise.size)
-    return float(np.sqrt(np.mean(noise**2) / 2 + rounding**2)) * probe.divisor(8)
+    return float(np.sqrt(deviation(noise) ** 2 / 2 + rounding**2)) * probe.divisor(8)
 
 
-def _norm(probe: Probe) -> float:
-    regime = probe.regime
-    if regime.kind == "linear":
-        return regime.norm
-    if regime.kind == "switched":
-        return 1.5 * regime.norm
-    return 1.0
-
-
-def _decoder(single: Array, noise: float) -> Any:
-    """From what a step shows to a score for each canary, above 0 for "was there": linear least squares with a prior."""
+def _scores(single: Array, seen: Array, noise: float) -> Array:
+    """From what each step shows a score of each canary, above 0 for "was there": least squares with a prior."""
     inner = single @ single.T
     least = 1e-10 * float(np.trace(inner)) / len(inner)
     solved = np.linalg.solve(inner + (4 * noise**2 + least) * np.eye(len(inner)), single)  # [m, P]
-    middle = single.sum(0) / 2
-    return lambda seen: solved @ (seen - middle)
+    return (seen - single.sum(0) / 2) @ solved.T  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from typing import Any
 from ..utils.formatting import listed, nearest
 from ..utils.progress_bar import Bar
 from .ranks import OverRanks, begin_world
+from .report import Report
 from .runner import STATISTICS, TESTS, audit, of_statistics
 from .trainable import AuditError
 
@@ -25,35 +26,17 @@ def main(options: Namespace) -> int:
         print(listing())
         return 0
     try:
-        known = list(of_statistics(options.statistics))
-        names = {flag: _tests(getattr(options, flag), known) for flag in ("tests", "skip")}
-        if not options.step:
-            raise AuditError("say what to audit: FILE.py:NAME (see --help)")
-        for path in (options.plots, options.json and options.json.parent):
-            if path is not None:
-                path.mkdir(parents=True, exist_ok=True)
-        trainable = load(options.step)
-        chosen = names["tests"] if options.tests else None
-        if begin_world() > 1:
-            trainable = OverRanks(trainable)
-            if not trainable.is_first:
-                trainable.serve()
-                return 0
-        try:
-            report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, steps_done=_bar(),
-                           statistics=options.statistics)  # fmt: skip
-        finally:
-            if isinstance(trainable, OverRanks):
-                trainable.end()
+        report = _audited(options)
     except (AuditError, OSError) as problem:
-        if problem.__cause__ is not None:
-            _trace(problem.__cause__)
+        if (cause := problem.__cause__) is not None:  # where in the script it happened
+            traceback.print_exception(type(cause), cause, cause.__traceback__, limit=-4)
         print(f"fastdp audit: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nfastdp audit: interrupted", file=sys.stderr)
         return 130
-    report.subject = options.step
+    if report is None:
+        return 0
     print(report)
     if options.json is not None:
         options.json.write_text(report.to_json() + "\n")
@@ -67,19 +50,39 @@ def main(options: Namespace) -> int:
     return 1 if options.strict and (report.untested or report.undecided) else report.exit_status
 
 
+def _audited(options: Namespace) -> Report | None:
+    """The report; None on all but the first of several processes."""
+    known = list(of_statistics(options.statistics))
+    tests, skip = (_tests(text, known) for text in (options.tests, options.skip))
+    if not options.step:
+        raise AuditError("say what to audit: FILE.py:NAME (see --help)")
+    for path in (options.plots, options.json and options.json.parent):
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    step = load(options.step)
+    trainable = OverRanks(step) if begin_world() > 1 else step
+    if isinstance(trainable, OverRanks) and not trainable.is_first:
+        trainable.serve()
+        return None
+    try:
+        report = audit(trainable, tests if options.tests else None, skip=skip, seed=options.seed, steps_done=_bar(),
+                       statistics=options.statistics)  # fmt: skip
+    finally:
+        if isinstance(trainable, OverRanks):
+            trainable.end()
+    report.subject = options.step
+    return report
+
+
 def listing() -> str:
     """Every test with the first sentence of what it does."""
-    width = max(map(len, STATISTICS["both"]))
-    lines = {
-        kind: [f"  {name.ljust(width)}  {_first(inspect.getdoc(test) or '')}" for name, test in tests.items()]
-        for kind, tests in STATISTICS.items()
-    }
-    return "\n".join(["tests of python -m fastdp audit:", *lines["fastdp"],
-                      "with --statistics paper or both:", *lines["paper"]])  # fmt: skip
-
-
-def _first(text: str) -> str:
-    return " ".join(text.split("\n\n")[0].split())
+    width, lines = max(map(len, STATISTICS["both"])), ["tests of python -m fastdp audit:"]
+    for name, test in STATISTICS["both"].items():
+        if name == next(iter(STATISTICS["paper"])):
+            lines.append("with --statistics paper or both:")
+        first = " ".join((inspect.getdoc(test) or "").split("\n\n")[0].split())
+        lines.append(f"  {name.ljust(width)}  {first}")
+    return "\n".join(lines)
 
 
 def _tests(text: str | None, known: list[str]) -> list[str]:
@@ -152,8 +155,3 @@ def _module(place: str) -> Any:
         raise
     except (Exception, SystemExit) as problem:
         raise AuditError(f"{place} cannot be imported: {type(problem).__name__}: {str(problem)[:300]}") from problem
-
-
-def _trace(problem: BaseException) -> None:
-    """Where in the script it happened."""
-    print("".join(traceback.format_exception(type(problem), problem, problem.__traceback__, limit=-4)), file=sys.stderr)

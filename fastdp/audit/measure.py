@@ -4,9 +4,11 @@ clipping norms at which the answer is proportional to the norm."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,12 +23,14 @@ from .trainable import (
     check_outcome,
     check_trainable,
     count,
+    is_floats,
     optional,
     pick,
     rows,
 )
 
 NORMS = tuple(10.0**k for k in range(-12, 7))  # far below Adam's eps, to above every gradient
+Result = TypeVar("Result")
 ALPHA = 100.0  # how much larger than ordinary the labels of a large gradient are
 LINEAR = 0.03  # largest departure from proportionality
 SHARE = 0.03  # of the parameters' norm: largest change of a step that is measured
@@ -50,32 +54,29 @@ class Probe:
 
     def __init__(self, trainable: Trainable, seed: int = 0) -> None:
         self.trainable, self.seed = check_trainable(trainable), seed
-        self._start: Array | None = None
-        self._regime: Regime | None = None
-        self._strong: Batch | None = None
-        self._drift: Array | None = None
-        self.steps = 0  # training steps of all outcomes so far, and of the paper's tests
+        self.steps = 0  # training steps so far
         self.counted: Callable[[int], None] | None = None  # is told of that number whenever it grows
-        self.memo: dict[str, Any] = {}  # what several tests look at, by name
-
-    @classmethod
-    def of(cls, trainable: Any, seed: int = 0) -> Probe:
-        """The probe itself, where one is given: tests of one audit share what was measured."""
-        return trainable if isinstance(trainable, Probe) else cls(trainable, seed)
+        self.memo: dict[Any, Any] = {}  # of `remembered`: what several tests look at
 
     # ------------------------------------------------------------------ runs
 
-    def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
-        """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""
+    def run(self, model: Any, batches: Sequence[Batch], norm: float, sigma: float, seed: int) -> Outcome:
+        """Train a model on the batches. The steps are counted."""
         self.count(len(batches))
-        model, noise = self.trainable.build(self.seed), self.noise_seed(seed)
-        return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=noise))
+        with np.errstate(all="ignore"):
+            return check_outcome(
+                self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed)
+            )
 
     def count(self, steps: int) -> None:
         """So many more training steps are made."""
         self.steps += steps
         if self.counted is not None:
             self.counted(self.steps)
+
+    def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
+        """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""
+        return self.run(self.trainable.build(self.seed), batches, norm, sigma, self.noise_seed(seed))
 
     def noise_seed(self, number: int) -> int:
         """Seeds of noise that audits of other seeds do not use."""
@@ -94,30 +95,26 @@ class Probe:
         """Change by one step without noise, times what the sum was divided by: proportional to the clipped sum."""
         return (self.change([batch], norm) - self.drift) * self.divisor(count(batch[1]))
 
-    @property
+    @cached_property
     def start(self) -> Array:
         """Parameters of the fresh model."""
-        if self._start is None:
-            first, second = (self.outcome([], 1.0).parameters for _ in range(2))
-            if not np.array_equal(first, second):
-                raise AuditError(
-                    "build() gave different weights for the same seed: seed everything that draws them (in PyTorch "
-                    "torch.manual_seed(seed) before the model is made)"
-                )
-            if not np.isfinite(first).all():
-                raise AuditError("the parameters of the fresh model are not all finite")
-            self._start = first
-        return self._start
+        first, second = (self.outcome([], 1.0).parameters for _ in range(2))
+        if not np.array_equal(first, second):
+            raise AuditError(
+                "build() gave different weights for the same seed: seed everything that draws them (in PyTorch "
+                "torch.manual_seed(seed) before the model is made)"
+            )
+        if not np.isfinite(first).all():
+            raise AuditError("the parameters of the fresh model are not all finite")
+        return first
 
-    @property
+    @cached_property
     def drift(self) -> Array:
         """What a step does to the parameters whatever the data say: weight decay. Zeros where data say something."""
-        if self._drift is None:
-            one, other = (self.change([self.data(1, k)], min(NORMS)) for k in (107, 109))
-            size = float(np.linalg.norm(one))
-            common = self.resolution < size and float(np.linalg.norm(one - other)) <= 1e-3 * size + self.resolution
-            self._drift = one if common else np.zeros_like(one)
-        return self._drift
+        one, other = (self.change([self.data(1, k)], min(NORMS)) for k in (107, 109))
+        size = float(np.linalg.norm(one))
+        common = self.resolution < size and float(np.linalg.norm(one - other)) <= 1e-3 * size + self.resolution
+        return one if common else np.zeros_like(one)
 
     def check_steps(self) -> None:
         """Raises AuditError where a step does not train a fresh model on the batch that it is given."""
@@ -207,20 +204,16 @@ class Probe:
             raise Lacking(f"needs logits [B, K] of predict() for samples without gradient, not {outputs.shape}")
         return x, self.labels_like(x, softmax(outputs))
 
-    @property
+    @cached_property
     def strong(self) -> Batch:
         """One sample with a gradient as large as can be had, by its labels or else by its inputs."""
-        if self._strong is None:
-            for make in (self._by_labels, self.by_wrong_label, self._by_inputs):
-                with contextlib.suppress(Exception):  # a script that takes no such labels
-                    candidate = make()
-                    sizes = [np.linalg.norm(self.change([candidate], norm)) for norm in (1.0, 1e6)]
-                    if any(math.isfinite(size) and size > self.resolution for size in sizes):
-                        self._strong = candidate
-                        break
-            else:
-                self._strong = self.data(1)
-        return self._strong
+        for make in (self._by_labels, self.by_wrong_label, self._by_inputs):
+            with contextlib.suppress(Exception):  # a script that takes no such labels
+                candidate = make()
+                sizes = [np.linalg.norm(self.change([candidate], norm)) for norm in (1.0, 1e6)]
+                if any(math.isfinite(size) and size > self.resolution for size in sizes):
+                    return candidate
+        return self.data(1)
 
     def _by_labels(self) -> Batch:
         x, y = self.data(1)
@@ -238,7 +231,7 @@ class Probe:
 
     def _by_inputs(self) -> Batch:
         x, y = self.data(1)
-        if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
+        if not is_floats(x):
             raise Lacking("inputs are no numbers")
         return x * np.asarray(ALPHA, x.dtype), y
 
@@ -266,13 +259,21 @@ class Probe:
             raise AuditError("a step without noise makes the parameters infinite or NaN at nearly every clipping norm")
         return found
 
-    @property
+    @cached_property
     def regime(self) -> Regime:
         """The clipping norms to test at, from the strong sample's answers."""
-        if self._regime is None:
-            found = self.answers(self.strong)
-            self._regime = self._judge([norm for norm, _, _ in found], [size for _, size, _ in found])
-        return self._regime
+        found = self.answers(self.strong)
+        return self._judge([norm for norm, _, _ in found], [size for _, size, _ in found])
+
+    @property
+    def answers_to_norm(self) -> bool:
+        """Whether contributions are proportional to C, or samples count whole or not at all."""
+        return self.regime.kind in ("linear", "switched")
+
+    @property
+    def usual_norm(self) -> float:
+        """The regime's C; where no C clips a sample, 1."""
+        return self.regime.norm if self.answers_to_norm else 1.0
 
     def _judge(self, norms: list[float], sizes: list[float]) -> Regime:
         largest, least = max(sizes), self.resolution
@@ -321,6 +322,19 @@ class Probe:
         return regime.norm
 
 
+def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A measurement of a probe (and of hashable arguments) that is made once for each probe."""
+
+    @functools.wraps(function)
+    def measured(probe: Probe, *args: Any) -> Result:
+        key = function.__qualname__, *args
+        if key not in probe.memo:
+            probe.memo[key] = function(probe, *args)
+        return probe.memo[key]  # type: ignore[no-any-return]
+
+    return measured
+
+
 def softmax(logits: Array) -> Array:
     shifted = np.exp(logits - logits.max(1, keepdims=True))
     return shifted / shifted.sum(1, keepdims=True)  # type: ignore[no-any-return]
@@ -329,6 +343,3 @@ def softmax(logits: Array) -> Array:
 def copies(sample: Batch, times: int) -> Batch:
     """A batch of the same sample, several times."""
     return pick(sample, np.zeros(times, int))
-
-
-__all__ = ["NORMS", "Probe", "Regime", "batch_of", "copies", "softmax"]

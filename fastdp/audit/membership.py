@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import optimize, special, stats
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -47,19 +48,6 @@ class Membership(NamedTuple):
         lines += [f"  class {label}: {found}" for label, found in self.by_class.items()]
         lines += [f"  class {label}: not tested, {why}" for label, why in self.left_out.items()]
         return "\n".join(lines)
-
-
-class LogisticRegression(NamedTuple):
-    """Fitted weights: score(x) = ((x - centre) / scale) @ weights + intercept."""
-
-    weights: Floats  # [D], of standardised columns
-    intercept: float
-    centre: Floats  # [D]
-    scale: Floats  # [D]
-
-    def score(self, x: Floats) -> Floats:
-        """Return the log-odds [N] of the second class for x [N,D]."""
-        return ((x - self.centre) / self.scale) @ self.weights + self.intercept
 
 
 def membership_inference(
@@ -147,8 +135,8 @@ def attack_model(
 # ---------------------------------------------------------------------- the attacker
 
 
-def logistic_regression(x: Floats, y: NDArray[Any], *, l2: float = 1.0, steps: int = 100) -> LogisticRegression:
-    """Minimise sum_n log(1 + exp(-s_n z_n)) + l2/2 |w|^2 by Newton's method; s = +1 where y is true, else -1.
+def logistic_regression(x: Floats, y: NDArray[Any], *, l2: float = 1.0) -> Callable[[Floats], Floats]:
+    """Minimise sum_n log(1 + exp(-s_n z_n)) + l2/2 |w|^2; s = +1 where y is true, else -1; z = w . x + intercept.
 
     Args:
         x: [N,D]; each column is standardised first (a constant one counts as 0).
@@ -156,43 +144,41 @@ def logistic_regression(x: Floats, y: NDArray[Any], *, l2: float = 1.0, steps: i
         l2: of the weights of standardised columns, not of the intercept; positive, so that separable data have a
             minimum.
 
-    Raises ValueError where y has one value, and RuntimeError if the minimum is not found.
+    Returns:
+        A function from x [M,D] to the log-odds [M] of "y is true".
+
+    Raises ValueError where y has one value.
     """
     y = np.asarray(y, bool)
     if y.all() or not y.any():
         raise ValueError("logistic regression needs both members and non-members")
     centre, spread = x.mean(0), x.std(0)
     scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(centre)), spread, np.inf)
-    design = np.concatenate([(x - centre) / scale, np.ones((len(x), 1))], 1)  # [N,D+1]
-    penalty = np.append(np.full(x.shape[1], l2), 0.0)
-    sign = np.where(y, 1.0, -1.0)
+    penalty, sign = np.append(np.full(x.shape[1], l2), 1e-12), np.where(y, 1.0, -1.0)
 
-    def objective(w: Floats) -> float:
-        return float(np.logaddexp(0.0, -sign * (design @ w)).sum() + 0.5 * (penalty * w * w).sum())
+    def design(x: Floats) -> Floats:
+        return np.concatenate([(x - centre) / scale, np.ones((len(x), 1))], 1)  # [N,D+1]
 
-    w = np.zeros(design.shape[1])
-    value = objective(w)
-    for _ in range(steps):
-        p = 0.5 * (1.0 + np.tanh(0.5 * (design @ w)))
-        gradient = design.T @ (p - y) + penalty * w
-        hessian = (design * (p * (1 - p))[:, None]).T @ design + np.diag(penalty)
-        hessian[-1, -1] += 1e-12  # where all are told apart, nothing holds the intercept
-        move = np.linalg.solve(hessian, gradient)
-        if gradient @ move <= 1e-12 * max(1.0, value):  # twice the gain that is left
-            return LogisticRegression(w[:-1], float(w[-1]), centre, scale)
-        rate = 1.0
-        while (new := objective(w - rate * move)) > value - 1e-4 * rate * float(gradient @ move):
-            rate *= 0.5
-            if rate < 1e-10:  # rounding hides what is left to gain
-                return LogisticRegression(w[:-1], float(w[-1]), centre, scale)
-        w, value = w - rate * move, new
-    raise RuntimeError(f"logistic regression: no minimum after {steps} steps of Newton's method")
+    table = design(x)
+
+    def objective(w: Floats) -> tuple[float, Floats]:
+        margin = sign * (table @ w)
+        value = np.logaddexp(0.0, -margin).sum() + 0.5 * (penalty * w * w).sum()
+        return float(value), penalty * w - table.T @ (sign * special.expit(-margin))
+
+    def hessian(w: Floats) -> Floats:
+        p = special.expit(table @ w)
+        return (table * (p * (1 - p))[:, None]).T @ table + np.diag(penalty)
+
+    found = optimize.minimize(objective, np.zeros(table.shape[1]), jac=True, hess=hessian, method="trust-exact",
+                              options={"gtol": 1e-6 * len(x)})  # fmt: skip
+    return lambda x: design(x) @ found.x
 
 
 def _attack(table: Floats, member: NDArray[np.bool_], taught: NDArray[np.bool_], rng: np.random.Generator,
             bootstrap: int, confidence: float) -> AUC:  # fmt: skip
     """Learn on the taught half, test on the other."""
-    scores = logistic_regression(table[taught], member[taught]).score(table[~taught])
+    scores = logistic_regression(table[taught], member[taught])(table[~taught])
     tested = member[~taught]
     low, high = auc_interval(scores, tested, rng, bootstrap, confidence)
     return AUC(auc(scores, tested), low, high, int(tested.sum()), int((~tested).sum()))
@@ -222,24 +208,20 @@ def auc(scores: Floats, positive: NDArray[np.bool_]) -> float:
     >>> auc(np.array([1.0, 2.0, 2.0, 3.0]), np.array([False, False, True, True]))
     0.875
     """
-    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(count) - (count - 1) / 2)[place]
-    n, m = int(positive.sum()), int((~positive).sum())
-    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
+    return float(stats.mannwhitneyu(scores[positive], scores[~positive]).statistic / positive.sum() / (~positive).sum())
 
 
 def auc_interval(scores: Floats, positive: NDArray[np.bool_], rng: np.random.Generator, bootstrap: int,
                  confidence: float) -> tuple[float, float]:  # fmt: skip
     """Percentiles of the AUC over resamples of the positives and of the negatives."""
-    values, place = np.unique(scores, return_inverse=True)
+    _, place = np.unique(scores, return_inverse=True)
     at = [place[positive], place[~positive]]  # which distinct score each record has
     found = np.empty(bootstrap)
     for k in range(bootstrap):
-        above, below = (np.bincount(rng.choice(p, len(p)), minlength=len(values)) for p in at)
+        above, below = (np.bincount(rng.choice(p, len(p)), minlength=place.max() + 1) for p in at)
         lower = np.cumsum(below) - below / 2  # negatives below each score, ties half
         found[k] = (above * lower).sum() / (len(at[0]) * len(at[1]))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(found, [tail, 1 - tail])
+    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
@@ -268,5 +250,4 @@ def _checked(logits: Any, labels: Any, whose: str) -> tuple[Floats, Ints]:
 
 
 def _cross_entropy(logits: Floats, labels: Ints) -> Floats:
-    top = logits.max(1, keepdims=True)
-    return np.log(np.exp(logits - top).sum(1)) + top[:, 0] - logits[np.arange(len(logits)), labels]
+    return special.logsumexp(logits, 1) - logits[np.arange(len(logits)), labels]  # type: ignore[no-any-return]

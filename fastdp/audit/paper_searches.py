@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .measure import Probe
-from .paper_steps import change_in_loss, positive, rounding, warm_batches, warm_up_of
+from .paper_losses import change_in_loss, positive, rounding, warm_batches
 from .trainable import AuditError, Batch, Lacking
 
 NORMS = tuple(10.0**k for k in range(-2, 7))
@@ -15,6 +15,10 @@ SIGMAS = tuple(10.0**k for k in range(-8, 2))
 TRIALS = 3  # the paper: several
 SAME = 1e-3  # relative: two changes in loss are the same
 SEEN = 0.01  # relative to the change in loss without noise: the noise is seen
+
+
+class Unseen(Lacking):
+    """No noise multiplier of the grid makes a difference to the loss."""
 
 
 class Search(NamedTuple):
@@ -27,7 +31,7 @@ class Search(NamedTuple):
 
 
 def clipping_norm(
-    trainable: object, *, seed: int = 0, size: int = 8, norms: Sequence[float] = NORMS, trials: int = TRIALS,
+    probe: Probe, *, size: int = 8, norms: Sequence[float] = NORMS, trials: int = TRIALS,
     warm_up: int | None = None, batch: Batch | None = None,
 ) -> Search:  # fmt: skip
     """Find C*: the least C of the grid from which the change in loss of a step without noise stays the same.
@@ -35,12 +39,10 @@ def clipping_norm(
     Each trial has its own data, and begins after one step of SGD or five of Adam. C* is the largest of the trials.
     batch: look at this batch in place of ordinary ones (then one trial). Raises Lacking if the change never settles.
     """
-    probe = Probe.of(trainable, seed)
     grid = sorted(positive("norms", norms, 3))
-    steps, begins = warm_up_of(probe, warm_up, 1), _trials(trials) if batch is None else 1
     changes, found = [], []
-    for trial in range(begins):
-        batches = warm_batches(probe, steps, size, trial)
+    for trial in range(_trials(trials) if batch is None else 1):
+        batches = warm_batches(probe, warm_up, 1, size, trial)
         there = probe.data(size, 11 + 100 * trial) if batch is None else batch
         seen = [change_in_loss(probe, there, norm, warm=batches) for norm in grid]
         line, least = [change for change, _ in seen], rounding(probe, seen[0][1])
@@ -66,18 +68,17 @@ def settled(norms: Sequence[float], changes: Sequence[float], least: float) -> f
 
 
 def noise_multiplier(
-    trainable: object, norm: float, *, seed: int = 0, size: int = 8, sigmas: Sequence[float] = SIGMAS,
+    probe: Probe, norm: float, *, size: int = 8, sigmas: Sequence[float] = SIGMAS,
     trials: int = TRIALS, warm_up: int | None = None,
 ) -> Search:  # fmt: skip
     """Find sigma*: the least sigma of the grid from which the change in loss at C* differs from that without noise.
 
     It is the smallest of the trials. Raises Lacking if even the largest sigma makes no difference.
     """
-    probe = Probe.of(trainable, seed)
     grid = sorted(positive("sigmas", sigmas, 2))
-    steps, changes, found = warm_up_of(probe, warm_up, 1), [], []
+    changes, found = [], []
     for trial in range(_trials(trials)):
-        batches = warm_batches(probe, steps, size, trial)
+        batches = warm_batches(probe, warm_up, 1, size, trial)
         there, noise = probe.data(size, 11 + 100 * trial), 41 + trial
         still, before = change_in_loss(probe, there, norm, warm=batches, seed=noise)
         line = [change_in_loss(probe, there, norm, sigma, warm=batches, seed=noise)[0] for sigma in grid]
@@ -85,7 +86,7 @@ def noise_multiplier(
         found.append(visible(grid, line, still, rounding(probe, before)))
     seen = [value for value in found if value is not None]
     if not seen:
-        raise Lacking(f"noise makes no difference to the loss, not even at sigma = {grid[-1]:g} and C = {norm:g}")
+        raise Unseen(f"noise makes no difference to the loss, not even at sigma = {grid[-1]:g} and C = {norm:g}")
     return Search(min(seen), grid, changes, [math.nan if value is None else value for value in found])
 
 

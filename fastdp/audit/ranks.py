@@ -6,18 +6,20 @@ are the results of the first rank, once all ranks hold the same parameters; of a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from .trainable import AuditError, Outcome
 
 BY_MODEL = ("run", "trajectory", "run_parts", "predict", "loss_of", "retune", "state", "history")
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 CALLED = ("build", "sample", *BY_MODEL)
 
 
@@ -49,12 +51,11 @@ class OverRanks:
             )
         self._rank, self._ranks, self._inner = dist.get_rank(), dist.get_world_size(), trainable
         self._group = dist.new_group(backend="gloo")
-        self._models: dict[int, Any] = {}
-        self._made, self._gone = 0, list[int]()
+        self._models, self._made, self._gone = dict[int, Any](), 0, list[int]()
         trainable.take_share(self._rank, self._ranks)
         for name in CALLED:
             if callable(getattr(trainable, name, None)):
-                setattr(self, name, self._caller(name))
+                setattr(self, name, functools.partial(self._called, name))
 
     @property
     def is_first(self) -> bool:
@@ -66,43 +67,43 @@ class OverRanks:
             raise AttributeError(name)
         return getattr(self.__dict__["_inner"], name)
 
-    def _caller(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **given: Any) -> Any:
-            if name not in BY_MODEL:
-                return self._everywhere((name, args, given))
-            model, *rest = args  # it must not be let go of before the call is over
-            return self._everywhere((name, (model.number, *rest), given))
+    def _called(self, name: str, *args: Any, **given: Any) -> Any:
+        """A call of the trainable's method; args holds the model, which must live until the call is over."""
+        numbered = (args[0].number, *args[1:]) if name in BY_MODEL else args
+        return self._everywhere((name, numbered, given))
 
-        return call
+    def _everywhere(self, said: Call | None) -> Any:
+        """Let all ranks do this, whose first one calls here; None: the end."""
+        gone, self._gone = self._gone, []
+        self._from_first((gone, said))
+        return self._leave() if said is None else self._do(*said)
 
-    def _everywhere(self, said: tuple[str, tuple[Any, ...], dict[str, Any]] | None) -> Any:
-        """Let all ranks do this, whose first one calls here."""
+    def _from_first(self, message: tuple[list[int], Call | None] | None = None) -> Call | None:
+        """What the first rank calls; models that it has let go of are let go of here, too."""
         import torch.distributed as dist
 
-        gone, self._gone = self._gone, []
-        dist.broadcast_object_list([(gone, said)], group_src=0, group=self._group)
-        self._forget(gone)
-        return None if said is None else self._do(*said)
+        box = [message]
+        dist.broadcast_object_list(box, group_src=0, group=self._group)
+        assert box[0] is not None
+        for number in box[0][0]:
+            self._models.pop(number, None)
+        return box[0][1]
 
     def _do(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         import torch.distributed as dist
 
-        found: Any = None
-        problem: str | None = None
-        cause: Exception | None = None
+        found, failure = None, cast(Exception | None, None)
+        args = (self._models[args[0]], *args[1:]) if name in BY_MODEL else args
         try:
-            if name in BY_MODEL:
-                args = (self._models[args[0]], *args[1:])
             found = getattr(self._inner, name)(*args, **given)
         except Exception as error:  # noqa: BLE001 - all ranks hear of it
-            cause, problem = error, f"{type(error).__name__}: {error}"
+            failure = error
+        problem = failure and f"{type(failure).__name__}: {failure}"
         said: list[Any] = [None] * self._ranks
         dist.all_gather_object(said, (problem, _mark(found), found if name == "sample" else None), group=self._group)
-        for rank, (text, _, _) in enumerate(said):
-            if text is not None:
-                if cause is not None:
-                    raise cause
-                raise AuditError(f"rank {rank} failed in {name}(): {text[:300]}")
+        failed = [(rank, text) for rank, (text, _, _) in enumerate(said) if text is not None]
+        if failed:
+            raise failure or AuditError(f"rank {failed[0][0]} failed in {name}(): {failed[0][1][:300]}")
         apart = [rank for rank, (_, mark, _) in enumerate(said) if mark != said[0][1]]
         if apart:
             raise AuditError(
@@ -123,31 +124,16 @@ class OverRanks:
             return model
         return found
 
-    def _forget(self, gone: Sequence[int]) -> None:
-        for number in gone:
-            self._models.pop(number, None)
-
     def serve(self) -> None:
         """Do what the first rank says, until it ends. An error of this rank is raised there."""
-        import torch.distributed as dist
-
-        while True:
-            heard: list[Any] = [None]
-            dist.broadcast_object_list(heard, group_src=0, group=self._group)
-            gone, said = heard[0]
-            self._forget(gone)
-            if said is None:
-                self._leave()
-                return
-            try:
+        while (said := self._from_first()) is not None:
+            with contextlib.suppress(Exception):
                 self._do(*said)
-            except Exception:  # noqa: BLE001 - the first rank raises it, too
-                continue
+        self._leave()
 
     def end(self) -> None:
         """The other ranks are done."""
         self._everywhere(None)
-        self._leave()
 
     def _leave(self) -> None:
         """Together: a process that ended first would break connections of the others."""

@@ -12,6 +12,7 @@ from typing import Any
 from .finding import BUG, NOT_TESTED, OK, UNDECIDED, Finding
 
 WIDTH = 110
+MARKS = {BUG: "BUG ", UNDECIDED: "undecided: ", NOT_TESTED: "not tested: ", OK: "ok "}
 LEGEND = """p of the first three tests: that the step does not depend on C, B and C (small is right);
 p of the others: that it is as it should be (small is wrong)"""
 PAPERS = """p of the paper's three tests: that the slope is 0 (small is right);
@@ -29,17 +30,17 @@ class Report:
     @property
     def bugs(self) -> list[Finding]:
         """The findings with the verdict "bug"."""
-        return [f for f in self.findings if f.verdict == BUG]
+        return self._of(BUG)
 
     @property
     def untested(self) -> list[Finding]:
         """The findings with the verdict "not tested"."""
-        return [f for f in self.findings if f.verdict == NOT_TESTED]
+        return self._of(NOT_TESTED)
 
     @property
     def undecided(self) -> list[Finding]:
         """The findings with the verdict "undecided"."""
-        return [f for f in self.findings if f.verdict == UNDECIDED]
+        return self._of(UNDECIDED)
 
     @property
     def ok(self) -> bool:
@@ -53,10 +54,7 @@ class Report:
 
     def __getitem__(self, name: str) -> Finding:
         """The finding of a test."""
-        for finding in self.findings:
-            if finding.name == name:
-                return finding
-        raise KeyError(name)
+        return {finding.name: finding for finding in self.findings}[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict for JSON."""
@@ -66,37 +64,35 @@ class Report:
         """Return everything that was measured, as JSON."""
         return json.dumps(self.as_dict(), indent=1)
 
+    def _of(self, verdict: str) -> list[Finding]:
+        return [f for f in self.findings if f.verdict == verdict]
+
     def __str__(self) -> str:
-        head = ("test", "verdict", "statistic", "p", "seconds")
-        lines = [head, *((f.name, f.verdict, _number(f.statistic), _number(f.p_value), f"{f.seconds:.1f}")
-                         for f in self.findings)]  # fmt: skip
-        widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+        lines = [("test", "verdict", "statistic", "p", "seconds")]
+        lines += [(f.name, f.verdict, _number(f.statistic), _number(f.p_value), f"{f.seconds:.1f}")
+                  for f in self.findings]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<>>>", widths, strict=True))
         text = [f"audit of {self.subject} (seed {self.seed})"] if self.subject else []
-        for line in lines:
-            cells = [c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))]
-            text.append("  ".join(cells).rstrip())
+        text += [aligned.format(*line).rstrip() for line in lines]
         papers = [f.name.startswith("paper_") for f in self.findings]
         text += [LEGEND] * (not all(papers) or not papers) + [PAPERS] * any(papers)
-        for verdict in (BUG, UNDECIDED, NOT_TESTED, OK):
-            text += [_sentence(f) for f in self.findings if f.verdict == verdict]
+        for verdict, mark in MARKS.items():
+            text += [textwrap.fill(f"{mark}{f.name}: {f.sentence}", WIDTH, subsequent_indent="    ")
+                     for f in self._of(verdict)]  # fmt: skip
         return "\n".join([*text, self.conclusion()])
 
     def conclusion(self) -> str:
         """The verdict in one line."""
         tested = len(self.findings) - len(self.untested)
+        tests = f"{tested} test{'s' * (tested != 1)}"
         if self.bugs:
-            names = ", ".join(f.name for f in self.bugs)
-            return f"{len(self.bugs)} of {tested} test{'s' * (tested != 1)} found a bug: {names}"
+            return f"{len(self.bugs)} of {tests} found a bug: {', '.join(f.name for f in self.bugs)}"
         if not tested:
             return "nothing could be tested"
         rest = f"; {len(self.undecided)} undecided" if self.undecided else ""
         rest += f"; {len(self.untested)} not tested" if self.untested else ""
-        return f"no bug found by {tested} test{'s' * (tested != 1)}{rest}. Tests find bugs; they prove no guarantee."
-
-
-def _sentence(finding: Finding) -> str:
-    mark = {BUG: "BUG ", UNDECIDED: "undecided: ", NOT_TESTED: "not tested: ", OK: "ok "}[finding.verdict]
-    return textwrap.fill(f"{mark}{finding.name}: {finding.sentence}", WIDTH, subsequent_indent="    ")
+        return f"no bug found by {tests}{rest}. Tests find bugs; they prove no guarantee."
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,9 @@
-"""All tests over one trainable."""
+"""Runs the tests on one Trainable, and says what keeps it from being measured."""
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from .accountant import accountant, empty_batch
+from .accumulation import noise_once
+from .batch_independence import per_sample_independence
 from .canaries import epsilon_bound
 from .clipping import no_clipping
-from .company import per_sample_independence
 from .distribution import noise_distribution, noise_scale
 from .finding import BUG, Finding, not_tested
-from .independence import noise_independence
 from .measure import NORMS, Probe
 from .minibatch import minibatch_clipping
 from .noise import uncalibrated_noise
+from .noise_independence import noise_independence
 from .paper import paper_minibatch_clipping, paper_no_clipping
 from .paper_noise import paper_noise_distribution, paper_uncalibrated_noise
-from .parts import noise_once
 from .report import Report
 from .samples import batch_statistics, nan_sample
 from .sampling import poisson_sampling
@@ -48,8 +50,8 @@ PAPER: dict[str, Test] = {
 }  # fmt: skip
 STATISTICS: dict[str, dict[str, Test]] = {"fastdp": TESTS, "paper": PAPER, "both": {**TESTS, **PAPER}}
 STEPS = {  # that a test takes of a right step with SGD, about; those that are not here take fewer than ten
-    "no_clipping": 44, "minibatch_clipping": 14, "uncalibrated_noise": 32, "sensitivity": 200,
-    "per_sample_independence": 93, "noise_distribution": 76, "noise_independence": 346, "epsilon_bound": 71,
+    "no_clipping": 44, "minibatch_clipping": 14, "uncalibrated_noise": 32, "sensitivity": 300,
+    "per_sample_independence": 93, "noise_distribution": 560, "noise_independence": 346, "epsilon_bound": 71,
     "paper_minibatch_clipping": 109, "paper_uncalibrated_noise": 760, "paper_noise_distribution": 29,
 }  # fmt: skip
 FEW = 4
@@ -108,19 +110,18 @@ def audit(
         if progress is not None:
             progress(name, number, len(chosen))
         if steps_done is not None:
-            probe.counted = _within(steps_done, probe.steps, done, total, name)
+            probe.counted = functools.partial(_tell, steps_done, probe.steps, done, total, name)
             probe.counted(probe.steps)
-        report.findings.append(one(name, probe, **(options or {}).get(name, {})))
+        report.findings.append(_one(name, probe, **(options or {}).get(name, {})))
         done += STEPS.get(name, FEW)
     if steps_done is not None:
         steps_done(total, total, "done")
     return report
 
 
-def _within(told: Callable[[float, float, str], None], begun: int, done: int, total: int, name: str
-            ) -> Callable[[int], None]:  # fmt: skip
+def _tell(told: Callable[[float, float, str], None], begun: int, done: int, total: int, name: str, steps: int) -> None:
     """Tell of the steps of all tests, where one that takes more than is usual waits at its end for the next."""
-    return lambda steps: told(done + min(steps - begun, STEPS.get(name, FEW) - 1), total, name)
+    told(done + min(steps - begun, STEPS.get(name, FEW) - 1), total, name)
 
 
 def of_statistics(statistics: str) -> dict[str, Test]:
@@ -159,23 +160,23 @@ def _is_what_it_says(probe: Probe) -> None:
     """Raises AuditError where an optimizer that is said to be SGD takes steps as Adam does."""
     if probe.optimizer != "sgd":
         return
-
-    def alike(change: Array) -> float | None:
-        """How far every parameter is moved, where all are moved equally far."""
-        moved = np.abs(change)[np.abs(change) > 1e-3 * np.abs(change).max()]
-        if moved.size < max(8, 0.2 * change.size) or np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) < 0.9:
-            return None
-        return float(np.median(moved))
-
-    one, other = (probe.change([sample], max(NORMS)) - probe.drift for sample in (probe.strong, probe.data(1, 17)))
-    far, same = alike(one), alike(other)  # C is above the gradients; some parameters go the other way
-    opposed = float(np.abs(one - other).max()) > 1e-3 * float(np.abs(one).max())
-    if far is not None and same is not None and abs(same / far - 1) < 1e-2 and opposed:
+    changes = [probe.change([sample], max(NORMS)) - probe.drift for sample in (probe.strong, probe.data(1, 17))]
+    far, same = (_moved_alike(change) for change in changes)  # C is above the gradients
+    opposed = np.abs(changes[0] - changes[1]).max() > 1e-3 * np.abs(changes[0]).max()  # some go the other way
+    if opposed and abs(same / far - 1) < 1e-2:
         raise AuditError(
             "a step moves every parameter equally far, whatever its gradient is: this is no SGD. Say "
             'optimizer="adam" to the trainable where it is Adam, AdamW or RMSprop; audit other optimizers with SGD in '
             "their place"
         )
+
+
+def _moved_alike(change: Array) -> float:
+    """How far every parameter is moved, where all are moved equally far; else NaN."""
+    moved = np.abs(change)[np.abs(change) > 1e-3 * np.abs(change).max()]
+    if moved.size < max(8, 0.2 * change.size) or np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) < 0.9:
+        return math.nan
+    return float(np.median(moved))
 
 
 def _works_on_many(probe: Probe) -> bool:
@@ -185,7 +186,7 @@ def _works_on_many(probe: Probe) -> bool:
         return False
 
 
-def one(name: str, probe: Probe, **options: Any) -> Finding:
+def _one(name: str, probe: Probe, **options: Any) -> Finding:
     """Run one test. Its finding says what it lacks, or which error the script raised."""
     begun = time.perf_counter()
     try:

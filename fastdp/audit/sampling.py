@@ -1,25 +1,22 @@
-"""Are batches drawn as the accountant assumes: every record by itself, with the accounted probability?"""
+"""Tests that batches are Poisson samples: every record by itself, with the accounted probability."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from .finding import BUG, OK, Finding
+from .finding import Finding, Result, audit_test
 from .measure import Probe
+from .statistics import two_tails
 from .trainable import Array, AuditError, optional
 
-NAME = "poisson_sampling"
-NULL = "every record joins every batch independently, with the accounted probability"
 
-
-def poisson_sampling(
-    trainable: Any, *, seed: int = 0, records: int = 240, steps: int = 240, significance: float = 1e-3
-) -> Finding:
+@audit_test
+def poisson_sampling(probe: Probe, *, records: int = 240, steps: int = 240, significance: float = 1e-3) -> Finding:
     """Examines the batches that the script's loader draws from a number of records, over a number of steps.
 
     The test looks at the number of records drawn in all (the rate); the variation of the sizes of batches (none, if the
@@ -32,85 +29,79 @@ def poisson_sampling(
     statistic: the rate over the accounted rate; p_value: the smallest of the tests', times their number. Needs sample
     and sample_rate of the trainable.
     """
-    trainable = Probe.of(trainable, seed).trainable
-    sample = optional(trainable, "sample", "to draw batches as the script does")
-    rate = float(optional(trainable, "sample_rate", "the rate that is accounted"))
+    sample = optional(probe.trainable, "sample", "to draw batches as the script does")
+    rate = float(optional(probe.trainable, "sample_rate", "the rate that is accounted"))
     if not 0 < rate <= 1:
         raise AuditError(f"sample_rate must lie in (0, 1], not {rate!r}")
-    drawn = _checked(sample(records, steps, 2 * seed + 1), records, steps)
-    again = _checked(sample(records, steps, 2 * seed + 2), records, steps)
+    drawn, again = (_checked(sample(records, steps, seed), records, steps) for seed in (1, 2))
     sizes = np.array([len(batch) for batch in drawn], float)
-    times = np.bincount(np.concatenate(drawn).astype(int), minlength=records).astype(float)
     found = sizes.sum() / records / steps
-    data: dict[str, Any] = {"rate": found, "accounted": rate, "sizes": sizes.astype(int).tolist()}
-    twice = sum(len(np.unique(batch)) < len(batch) for batch in drawn)
-    if twice:
-        return _bug(
-            f"{twice} of {steps} batches hold a record more than once: records are drawn with replacement, and one "
-            "contributes several times C.", found / rate, None, data,
-        )  # fmt: skip
-    if rate < 1 and all(np.array_equal(a, b) for a, b in zip(drawn, again, strict=True)):
-        return _bug(
-            "Another seed draws the same batches: sampling must be random, and secret.", found / rate, None, data
-        )
-    kept = [batch.tobytes() for batch in map(np.sort, drawn) if len(batch) > 8]
-    if rate < 0.9 and len(set(kept)) < len(kept):
-        return _bug("A batch of more than 8 records is drawn twice: batches are used again.", found / rate, None, data)
+    result = Result("every record joins every batch independently, with the accounted probability", rate=found,
+                    accounted=rate, sizes=sizes.astype(int).tolist())  # fmt: skip
+    if wrong := _certain(drawn, again, rate):
+        return result.bug(wrong, found / rate)
     if rate == 1:
-        everything = bool((sizes == records).all())
-        text = (
-            "Every record is in every batch, as accounted."
-            if everything
-            else "The accounted rate is 1, but batches leave records out."
-        )
-        return Finding(NAME, OK if everything else BUG, text, found, None, None, NULL, data)
-    spread = rate * (1 - rate)
-    links = _links(drawn, records, rate)
-    checks = {
-        "rate": _two_sided(stats.norm.sf, (sizes.sum() - records * steps * rate) / math.sqrt(records * steps * spread)),
-        "sizes": _dispersion(sizes, records * rate, records * spread),
-        "records": _dispersion(times, steps * rate, steps * spread),
-        "single records": min(1.0, records * float(_binomial(times, steps, rate).min())),
-        **{name: p_value for name, (p_value, _) in links.items()},
-        "sizes in a row": _following(sizes - records * rate, records * spread),
-        "extremes": _extremes(sizes, records, rate),
-        "empty batches": _empty(sample, rate, steps, seed),
-    }
-    p_value = min(1.0, min(checks.values()) * len(checks))
-    data["p_values"] = checks
+        if (sizes == records).all():
+            return result.passed("Every record is in every batch, as accounted.", found)
+        return result.bug("The accounted rate is 1, but batches leave records out.", found)
+    few = max(2, round(1 / rate))  # records, of which many batches are empty
+    empty = sum(not len(batch) for batch in _checked(sample(few, steps, 3), few, steps))
+    checks = list(_checks(drawn, sizes, records, rate))
+    checks.append((
+        "empty batches", float(two_tails(stats.binom, empty, steps, (1 - rate) ** few)),
+        "Of few records, batches without any come too seldom or too often: an empty batch is a batch, too.",
+    ))  # fmt: skip
+    result.data["p_values"] = {name: p_value for name, p_value, _ in checks}
+    p_value = min(1.0, min(p for _, p, _ in checks) * len(checks))
     if p_value >= significance:
         text = f"Batches look like Poisson samples at the accounted rate {rate:.4g} (drawn: {found:.4g})."
-        return Finding(NAME, OK, text, found / rate, p_value, significance, NULL, data)
-    if checks["rate"] * len(checks) < significance:
-        text = f"Records are drawn with probability {found:.4g}, but {rate:.4g} is accounted."
-    elif np.ptp(sizes) <= 1:
-        text = (
-            f"All batches have {int(sizes.max())} records: the loader shuffles or draws a fixed number, and is no "
-            "Poisson sampler. The accountant's amplification is of Poisson sampling; others need other "
-            "accountants, or have none."
-        )
-    elif checks["single records"] * len(checks) < significance:
-        record = int(np.argmin(_binomial(times, steps, rate)))
-        text = f"Record {record} is drawn in {times[record]:.0f} of {steps} batches, where {steps * rate:.1f} are due."
-    elif min(p for p, _ in links.values()) * len(checks) < significance:
-        text = min(links.values())[1]
-    elif checks["sizes in a row"] * len(checks) < significance:
-        text = "The size of a batch depends on that of the one before: batches must be drawn independently."
-    elif checks["extremes"] * len(checks) < significance:
-        text = (
-            f"Batches have {sizes.min():.0f} to {sizes.max():.0f} records: large ones are cut, or small ones filled up."
-        )
-    elif checks["empty batches"] * len(checks) < significance:
-        text = "Of few records, batches without any come too seldom or too often: an empty batch is a batch, too."
-    else:
-        text = (
-            "Batches are no Poisson sample: their sizes, or how often records are drawn, vary too little or too much."
-        )
-    return _bug(text, found / rate, p_value, data)
+        return result.passed(text, found / rate, p_value, significance)
+    words = next(text for _, p, text in checks if p * len(checks) < significance)
+    return result.bug(words, found / rate, p_value)
 
 
-def _bug(text: str, statistic: float, p_value: float | None, data: dict[str, Any]) -> Finding:
-    return Finding(NAME, BUG, text, statistic, p_value, None, NULL, data)
+def _certain(drawn: Sequence[Array], again: Sequence[Array], rate: float) -> str:
+    """What no chance makes, in words."""
+    twice = sum(len(np.unique(batch)) < len(batch) for batch in drawn)
+    kept = [batch.tobytes() for batch in map(np.sort, drawn) if len(batch) > 8]
+    if twice:
+        return (
+            f"{twice} of {len(drawn)} batches hold a record more than once: records are drawn with replacement, and "
+            "one contributes several times C."
+        )
+    if rate < 1 and all(np.array_equal(a, b) for a, b in zip(drawn, again, strict=True)):
+        return "Another seed draws the same batches: sampling must be random, and secret."
+    if rate < 0.9 and len(set(kept)) < len(kept):
+        return "A batch of more than 8 records is drawn twice: batches are used again."
+    return ""
+
+
+def _checks(drawn: Sequence[Array], sizes: Array, records: int, rate: float) -> Iterator[tuple[str, float, str]]:
+    """(name, p-value, sentence) of the questions about the batches, those with the plainest answers first."""
+    steps, spread = len(drawn), rate * (1 - rate)
+    times = np.bincount(np.concatenate(drawn).astype(int), minlength=records).astype(float)
+    found, each = sizes.sum() / records / steps, two_tails(stats.binom, times, steps, rate)
+    record, extremes = int(np.argmin(each)), stats.binom(records, rate)
+    z = (sizes.sum() - records * steps * rate) / math.sqrt(records * steps * spread)
+    yield ("rate", float(two_tails(stats.norm, z)),
+           f"Records are drawn with probability {found:.4g}, but {rate:.4g} is accounted.")  # fmt: skip
+    size = _dispersion(sizes, records * rate, records * spread)
+    if np.ptp(sizes) <= 1:
+        yield ("sizes", size, f"All batches have {int(sizes.max())} records: the loader shuffles or draws a fixed "
+               "number, and is no Poisson sampler. The accountant's amplification is of Poisson sampling; others need "
+               "other accountants, or have none.")  # fmt: skip
+    yield ("single records", min(1.0, records * float(each.min())), f"Record {record} is drawn in "
+           f"{times[record]:.0f} of {steps} batches, where {steps * rate:.1f} are due.")  # fmt: skip
+    yield from sorted(links(drawn, records, rate), key=lambda check: check[1])
+    yield ("sizes in a row", following(sizes - records * rate, records * spread),
+           "The size of a batch depends on that of the one before: batches must be drawn independently.")  # fmt: skip
+    largest, smallest = extremes.cdf(sizes.max()) ** steps, extremes.sf(sizes.min() - 1) ** steps
+    yield ("extremes", float(min(1.0, 2 * min(largest, smallest))), f"Batches have {sizes.min():.0f} to "
+           f"{sizes.max():.0f} records: large ones are cut, or small ones filled up.")  # fmt: skip
+    other = "Batches are no Poisson sample: their sizes, or how often records are drawn, vary too little or too much."
+    if np.ptp(sizes) > 1:
+        yield "sizes", size, other
+    yield "records", _dispersion(times, steps * rate, steps * spread), other
 
 
 def _checked(drawn: Sequence[Any], records: int, steps: int) -> list[Array]:
@@ -122,20 +113,9 @@ def _checked(drawn: Sequence[Any], records: int, steps: int) -> list[Array]:
     return found
 
 
-def _binomial(found: Any, n: int, rate: float) -> Any:
-    """Two-sided p-values of these numbers of n."""
-    return np.minimum(1.0, 2 * np.minimum(stats.binom.cdf(found, n, rate), stats.binom.sf(found - 1, n, rate)))
-
-
-def _extremes(sizes: Array, records: int, rate: float) -> float:
-    """Smaller p-value, twice, of "none of the batches is larger" and "none is smaller"."""
-    law = stats.binom(records, rate)
-    return float(min(1.0, 2 * min(law.cdf(sizes.max()) ** len(sizes), law.sf(sizes.min() - 1) ** len(sizes))))
-
-
-def _links(drawn: Sequence[Array], records: int, rate: float) -> dict[str, tuple[float, str]]:
-    """(p-value, sentence) of the three ways in which draws may depend on each other: those of a record on its own in
-    other steps, those of a step on each other, and those of a record on other records' in other steps.
+def links(drawn: Sequence[Array], records: int, rate: float) -> list[tuple[str, float, str]]:
+    """(name, p-value, sentence) of the three ways in which draws may depend on each other: those of a record on its own
+    in other steps, those of a step on each other, and those of a record on other records' in other steps.
 
     What is added up are products of (drawn - rate) of two draws, which are uncorrelated even where they share one; the
     tails of a sum are those of a gamma distribution of its skewness (Pearson's third kind). p-values are corrected for
@@ -153,30 +133,30 @@ def _links(drawn: Sequence[Array], records: int, rate: float) -> dict[str, tuple
     skewness = (1 - 2 * rate) ** 2 / (rate * (1 - rate)) / np.sqrt(number)
     p_values = 2 * np.minimum(_gamma(z, skewness), _gamma(-z, -skewness))
 
-    def least(where: Array, text: str) -> tuple[float, str]:
+    def least(name: str, where: Array, text: str) -> tuple[str, float, str]:
         chosen = np.where(where, p_values, np.inf)
         k = np.unravel_index(int(np.argmin(chosen)), chosen.shape)
         often = "more" if z[k] > 0 else "less"
         said = text.format(later=int(later[k]), apart=abs(int(apart[k])), often=often)
-        return float(min(1.0, chosen[k] * int(where.sum()))), said
+        return name, float(min(1.0, chosen[k] * int(where.sum()))), said
 
-    return {
-        "a record in other steps": least(
-            (apart == 0) & (later > 0),
+    return [
+        least(
+            "a record in other steps", (apart == 0) & (later > 0),
             "A record that was drawn is drawn {often} often {later} steps later: batches must not depend on earlier "
             "ones.",
         ),
-        "records of a step": least(
-            (later == 0) & (apart > 0),
+        least(
+            "records of a step", (later == 0) & (apart > 0),
             "Records that are {apart} apart are drawn together {often} often than by chance: groups are in a batch or "
             "out of it.",
         ),
-        "records in other steps": least(
-            (later > 0) & (apart != 0),
+        least(
+            "records in other steps", (later > 0) & (apart != 0),
             "Which records a batch has depends on that of {later} steps before: those {apart} further are drawn "
             "{often} often.",
         ),
-    }
+    ]  # fmt: skip
 
 
 def _gamma(z: Array, skewness: Array) -> Array:
@@ -189,24 +169,12 @@ def _gamma(z: Array, skewness: Array) -> Array:
     return np.where(np.abs(skewness) < 1e-3, stats.norm.sf(z), exact)  # type: ignore[no-any-return]
 
 
-def _following(sizes: Array, variance: float) -> float:
+def following(sizes: Array, variance: float) -> float:
     """p-value of "the size of a batch says nothing of the next one's", sizes less their mean."""
     found = float((sizes[1:] * sizes[:-1]).sum()) / variance / math.sqrt(len(sizes) - 1)
-    return min(1.0, 2 * _two_sided(stats.norm.sf, found))  # twice: a sum of products has somewhat longer tails
-
-
-def _empty(sample: Any, rate: float, steps: int, seed: int) -> float:
-    """p-value of the number of empty batches, of so few records that many are."""
-    few = max(2, round(1 / rate))
-    drawn = _checked(sample(few, steps, 2 * seed + 3), few, steps)
-    return float(_binomial(np.array(sum(not len(batch) for batch in drawn)), steps, (1 - rate) ** few))
-
-
-def _two_sided(tail: Any, z: float) -> float:
-    return float(2 * tail(abs(z)))
+    return min(1.0, 2 * float(two_tails(stats.norm, found)))  # twice: a sum of products has somewhat longer tails
 
 
 def _dispersion(counts: Array, mean: float, variance: float) -> float:
     """p-value of "these counts are independent and binomial": their squared deviations against chi-square."""
-    total = float(((counts - mean) ** 2).sum() / variance)
-    return float(min(1.0, 2 * min(stats.chi2.sf(total, len(counts)), stats.chi2.cdf(total, len(counts)))))
+    return float(two_tails(stats.chi2, ((counts - mean) ** 2).sum() / variance, len(counts)))

@@ -1,11 +1,14 @@
-"""The few statistics that the tests need, with a floor under their precision: a step without noise is repeated exactly,
-and a residual of zero would make every slope significant, rounding's too."""
+"""Statistics that several tests share: regressions on C or B, intervals of a standard deviation, p-values of noise.
+
+A step without noise is repeated exactly, and a residual of zero would make every slope significant, rounding's too: a
+slope therefore has a floor under its standard error. The paper's tests have none.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -14,30 +17,31 @@ from .trainable import Array
 
 
 class Slope(NamedTuple):
-    """A regression line, and the p-value of "its slope is 0"."""
+    """The slope of a regression line, and the p-value of "it is 0"."""
 
     slope: float
-    intercept: float
-    error: float
     p_value: float
 
 
 def slope(x: Sequence[float] | Array, y: Sequence[float] | Array, floor: float = 1e-3) -> Slope:
-    """Least squares of y on x; two-sided t-test of slope 0.
+    """Regression of y on x, with a two-sided t-test.
 
-    floor: standard error that the slope has at least, in units of y by x: what cannot be told from rounding.
+    floor: standard error that the slope has at least, in units of y by x: what cannot be told from rounding. With
+    floor=0, values that are all equal have slope 0 and p = 1.
     """
     a, b = np.asarray(x, float), np.asarray(y, float)
     if len(a) < 3 or np.ptp(a) == 0:
         raise ValueError("a slope needs three points at different places")
+    if np.ptp(b) == 0:
+        return Slope(0.0, 1.0)
     found = stats.linregress(a, b)
-    spread = float(found.stderr)
-    error = math.hypot(spread if math.isfinite(spread) else 0.0, floor)
-    t = abs(float(found.slope)) / error
-    return Slope(float(found.slope), float(found.intercept), error, float(2 * stats.t.sf(t, len(a) - 2)))
+    if not floor:
+        return Slope(float(found.slope), float(found.pvalue))
+    error = math.hypot(float(np.nan_to_num(found.stderr, posinf=0.0)), floor)
+    return Slope(float(found.slope), float(2 * stats.t.sf(abs(float(found.slope)) / error, len(a) - 2)))
 
 
-def normality(values: Array) -> float:
+def kolmogorov(values: Array) -> float:
     """p-value of "these are independent draws of N(0, 1)": Kolmogorov and Smirnov's test."""
     return float(stats.kstest(values, "norm").pvalue)
 
@@ -49,7 +53,12 @@ def scale_interval(values: Array, confidence: float) -> tuple[float, float]:
     return math.sqrt(total / stats.chi2.isf(tail, n)), math.sqrt(total / stats.chi2.isf(1 - tail, n))
 
 
-def mean_distance(points: Sequence[Array]) -> float:
-    """Mean of the distances between all pairs of points."""
-    pairs = [float(np.linalg.norm(a - b)) for k, a in enumerate(points) for b in points[:k]]
-    return float(np.mean(pairs))
+def distances(points: Sequence[Array]) -> list[float]:
+    """Distances of all pairs of points."""
+    return [float(np.linalg.norm(a - b)) for k, a in enumerate(points) for b in points[:k]]
+
+
+def two_tails(law: Any, found: Any, *parameters: Any) -> Any:
+    """Two-sided p-values of numbers of a distribution of scipy.stats: twice the smaller tail, both with the number."""
+    below = found - 1 if isinstance(law, stats.rv_discrete) else found
+    return np.minimum(1.0, 2 * np.minimum(law.cdf(found, *parameters), law.sf(below, *parameters)))

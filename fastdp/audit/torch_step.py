@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .trainable import Array, AuditError, Batch, Lacking, Outcome, count, pick
+from .trainable import Array, AuditError, Batch, Lacking, Outcome, count, mapped, pick
 
 _DROPOUT = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
 
@@ -165,28 +165,21 @@ class TorchTrainable:
     def make_batch(self, seed: int, size: int) -> Batch:
         """Return ordinary data as arrays."""
         x, y = self.made_batch(seed, size)
-        return _arrays(x), _arrays(y)
+        return mapped(_array, x), mapped(_array, y)
 
     def predict(self, model: Job, x: Any) -> Array:
         """Return outputs in the model's training mode, as its loss sees them. Running statistics are restored."""
-        kept = [buffer.clone() for buffer in model.model.buffers()]
-        with torch.no_grad():
+        with _undisturbed(model.model):
             found = model.model(model.tensor(x))
-            for buffer, value in zip(model.model.buffers(), kept, strict=True):
-                buffer.copy_(value)
         if not isinstance(found, Tensor):
             raise AuditError(f"the model returns a {type(found).__name__}, not a tensor of outputs [B, ...]")
         return found.double().numpy(force=True)
 
     def loss_of(self, model: Job, batch: Batch) -> float:
         """Return the script's loss of a batch, in the model's training mode. Running statistics are restored."""
-        kept = [buffer.clone() for buffer in model.model.buffers()]
-        with torch.no_grad():
-            x, y = model.tensors(batch)
-            found = float(self.loss(model.model(x), y))
-            for buffer, value in zip(model.model.buffers(), kept, strict=True):
-                buffer.copy_(value)
-        return found
+        x, y = model.tensors(batch)
+        with _undisturbed(model.model):
+            return float(self.loss(model.model(x), y))
 
     def state(self, model: Job) -> Array:
         """Return the buffers, which are released with the weights and have no noise."""
@@ -284,11 +277,10 @@ class Job:
         return self.tensor(batch[0]), self.tensor(batch[1])
 
     def tensor(self, part: Any) -> Any:
-        if isinstance(part, dict):
-            return {name: self.tensor(value) for name, value in part.items()}
-        if isinstance(part, tuple | list):
-            return type(part)(self.tensor(value) for value in part)
-        found = torch.from_numpy(np.array(part))
+        return mapped(self._tensor, part)
+
+    def _tensor(self, array: Any) -> Tensor:
+        found = torch.from_numpy(np.array(array))
         return found.to(self.device, self.dtype if found.is_floating_point() else found.dtype)
 
 
@@ -312,14 +304,20 @@ class Watched(list[Any]):
         return super().__getitem__(number)
 
 
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without gradients; afterwards the buffers are what they were."""
+    kept = [buffer.clone() for buffer in model.buffers()]
+    with torch.no_grad():
+        yield
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(value)
+
+
 def _size(batches: Sequence[Batch]) -> int:
     """Samples of the first batch, over all processes."""
     return count(batches[0][1]) if batches else 0
 
 
-def _arrays(part: Any) -> Any:
-    if isinstance(part, dict):
-        return {name: _arrays(value) for name, value in part.items()}
-    if isinstance(part, tuple | list):
-        return type(part)(_arrays(value) for value in part)
+def _array(part: Any) -> Array:
     return part.numpy(force=True) if isinstance(part, Tensor) else np.asarray(part)

@@ -7,7 +7,7 @@ turns them into tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -78,9 +78,6 @@ class Trainable(Protocol):
         """
 
 
-OPTIMIZERS, LOSSES = ("sgd", "adam"), ("cross_entropy", "mse")
-
-
 def optional(trainable: Any, name: str, purpose: str) -> Any:
     """An optional attribute or method. Raises Lacking, naming it and what it is needed for."""
     found = getattr(trainable, name, None)
@@ -97,12 +94,10 @@ def check_trainable(trainable: Any) -> Trainable:
                 f"{type(trainable).__name__} is no Trainable: it has no method {name}(). See fastdp.audit.Trainable; "
                 "fastdp.audit.TorchTrainable wraps a PyTorch script."
             )
-    kind = getattr(trainable, "optimizer", None)
-    if kind is not None and kind not in OPTIMIZERS:
-        raise AuditError(f"optimizer of the trainable must be one of {', '.join(OPTIMIZERS)}, not {kind!r}")
-    loss = getattr(trainable, "loss_kind", None)
-    if loss is not None and loss not in LOSSES:
-        raise AuditError(f"loss_kind of the trainable must be one of {', '.join(LOSSES)}, not {loss!r}")
+    for name, known in (("optimizer", ("sgd", "adam")), ("loss_kind", ("cross_entropy", "mse"))):
+        value = getattr(trainable, name, None)
+        if value is not None and value not in known:
+            raise AuditError(f"{name} of the trainable must be one of {', '.join(known)}, not {value!r}")
     for name in ("learning_rate", "expected_batch_size", "adam_eps"):
         value = getattr(trainable, name, None)
         if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
@@ -129,23 +124,29 @@ def check_outcome(found: Any) -> Outcome:
 # ---------------------------------------------------------------------- batches
 
 
+def mapped(function: Callable[..., Any], *parts: Any) -> Any:
+    """The function of the arrays of one or several inputs or labels: arrays, or tuples, lists and dicts of them."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: mapped(function, *(part[name] for part in parts)) for name in first}
+    if isinstance(first, tuple | list):
+        return type(first)(mapped(function, *(part[place] for part in parts)) for place in range(len(first)))
+    return function(*parts)
+
+
 def rows(part: Any, chosen: Any) -> Any:
-    """Samples of inputs or labels, chosen by an index array or slice: arrays, or tuples, lists and dicts of them."""
-    if isinstance(part, dict):
-        return {name: rows(value, chosen) for name, value in part.items()}
-    if isinstance(part, tuple | list):
-        return type(part)(rows(value, chosen) for value in part)
-    return np.asarray(part)[chosen]
+    """Samples of inputs or labels, chosen by an index array or slice."""
+    return mapped(lambda array: np.asarray(array)[chosen], part)
 
 
 def joined(parts: Sequence[Any]) -> Any:
     """Inputs, or labels, of several batches as those of one."""
-    first = parts[0]
-    if isinstance(first, dict):
-        return {name: joined([part[name] for part in parts]) for name in first}
-    if isinstance(first, tuple | list):
-        return type(first)(joined([part[place] for part in parts]) for place in range(len(first)))
-    return np.concatenate([np.asarray(part) for part in parts])
+    return mapped(lambda *arrays: np.concatenate([np.asarray(array) for array in arrays]), *parts)
+
+
+def is_floats(part: Any) -> bool:
+    """Whether inputs or labels are one array of numbers, which can be scaled."""
+    return isinstance(part, np.ndarray) and part.dtype.kind == "f"
 
 
 def count(part: Any) -> int:

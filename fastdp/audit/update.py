@@ -1,4 +1,4 @@
-"""What an optimizer makes of the sums that it is handed: at once, and in later steps, as a momentum does.
+"""Recognises what an optimizer does with the sums that it is handed: plain SGD, momentum of several kinds, or Adam.
 
 It is told from outside, by what one sample's contribution to each of four steps has done after the last. Momentum, with
 dampening or Nesterov's, averages (1 - momentum) and Adam's are recognised; noise must go the same way as contributions,
@@ -13,8 +13,8 @@ import numpy as np
 from scipy import optimize
 from scipy.linalg import solve_triangular
 
-from .known import steady
-from .measure import Probe
+from .measure import Probe, remembered
+from .reference_samples import steady
 from .trainable import Array
 
 NEAR = 0.02  # largest departure of a contribution from what a kind of update does with it
@@ -52,12 +52,11 @@ class Update(NamedTuple):
         return solve_triangular(self.weights(len(moves)), moves, lower=True)  # type: ignore[no-any-return]
 
 
+@remembered
 def update(probe: Probe) -> Update:
-    """The probe's update, found once; "unknown", too, where samples do not answer in proportion to C."""
-    if "update" not in probe.memo:
-        found = echo(probe, STEPS)
-        probe.memo["update"] = Update("unknown") if found is None else _kind(probe, found)
-    return probe.memo["update"]  # type: ignore[no-any-return]
+    """The probe's update; "unknown", too, where samples do not answer in proportion to C."""
+    found = echo(probe, STEPS)
+    return Update("unknown") if found is None else _kind(probe, found)
 
 
 def gain(probe: Probe) -> float:
@@ -65,18 +64,13 @@ def gain(probe: Probe) -> float:
     return probe.gain * update(probe).first
 
 
+@remembered
 def echo(probe: Probe, steps: int) -> Array | None:
     """What a contribution to the first, second, ... step has done after the last, over what it does in a single step.
 
     Ones for plain SGD. None where contributions are not proportional to C.
     """
-    if f"echo {steps}" not in probe.memo:
-        probe.memo[f"echo {steps}"] = _echo(probe, steps)
-    return probe.memo[f"echo {steps}"]  # type: ignore[no-any-return]
-
-
-def _echo(probe: Probe, steps: int) -> Array | None:
-    if probe.regime.kind not in ("linear", "switched"):
+    if not probe.answers_to_norm:
         return None
     norm, rest = steady(probe, 0.1 if probe.optimizer == "sgd" else 0.25)
     sample = probe.data(1, 241)

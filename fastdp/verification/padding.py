@@ -13,7 +13,7 @@ from .report import VerifyReport
 from .state import evaluating
 
 if TYPE_CHECKING:
-    from .examine import Examination
+    from .examination import Examination
 
 REMEDY = (
     "clipping does not bound it. Take means over each record's own length, give attention its padding mask and "

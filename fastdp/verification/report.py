@@ -1,7 +1,8 @@
-"""What `verify` found, and what it examined."""
+"""The report of `verify`: errors, what is wrong, and what was and was not examined."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -32,6 +33,11 @@ class VerifyReport:
     looked_at: list[str] = field(default_factory=list)  # in words: the records, the batches' sizes, what was random
     not_looked_at: list[str] = field(default_factory=list)  # in words: what this says nothing of
 
+    @classmethod
+    def failed(cls, samples: int, tolerance: float, problem: str) -> VerifyReport:
+        """The report of a program that was not compared, as something else is wrong with it."""
+        return cls(samples, math.inf, math.inf, math.inf, tolerance, problem=problem)
+
     @property
     def ok(self) -> bool:
         """Whether no problem was found."""
@@ -43,9 +49,8 @@ class VerifyReport:
 
     def join(self, other: VerifyReport) -> None:
         """Add the findings of another examination of the same samples."""
-        self.norm_error = largest((self.norm_error, other.norm_error))
-        self.sum_error = largest((self.sum_error, other.sum_error))
-        self.coupling = largest((self.coupling, other.coupling))
+        for name in ("norm_error", "sum_error", "coupling"):
+            setattr(self, name, largest((getattr(self, name), getattr(other, name))))
         for name, error in other.parameters.items():
             self.parameters[name] = largest((error, self.parameters.get(name, 0.0)))
         self.untested = [name for name in self.untested if name in other.untested]

@@ -1,4 +1,4 @@
-"""What a run of the program may change, and putting it back: modes, gradients, buffers, attributes."""
+"""Saves and restores what a run of the program may change: modes, gradients, buffers, attributes, generators."""
 
 from __future__ import annotations
 
@@ -18,57 +18,35 @@ _OF_TORCH = set(nn.Module().__dict__)  # of every module: hooks, parameters, buf
 _CONTAINERS = (list, dict, set, deque)
 
 
-class Buffers:
-    """The model's buffers as they are now: for every run to begin with the same."""
+class Kept:
+    """What stands in the modules now, for every run to begin with the same: buffers; or attributes, which are numbers,
+    tensors and containers that a forward may set or write into."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, what: str) -> None:
+        modules = model.named_modules()
+        places = [(path, m._buffers if what == "buffers" else m.__dict__) for path, m in modules]
         self._kept = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def changed(self) -> list[str]:
-        """The names of those that are not what they were."""
-        return [n for m, n, b, kept in self._kept if m._buffers.get(n) is not b or not _equal(b, kept)]
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for module, name, buffer, kept in self._kept:
-                if module._buffers.get(name) is not buffer:
-                    module._buffers[name] = buffer
-                if not _equal(buffer, kept):
-                    buffer.copy_(kept)
-
-
-class Attributes:
-    """What else stands in the modules: numbers, tensors and containers that a forward may set or write into."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [(path, module) for path, module in model.named_modules()]
-        self._kept = [
-            {key: (value, _copied(value)) for key, value in module.__dict__.items() if key not in _OF_TORCH}
-            for _, module in self._modules
+            (path, place, {key: (place[key], _copied(place[key])) for key in place.keys() - _OF_TORCH})
+            for path, place in places
         ]
 
     def changed(self) -> list[str]:
         """The names of those that are not what they were."""
         found = []
-        for (path, module), kept in zip(self._modules, self._kept, strict=True):
-            now = {key for key in module.__dict__ if key not in _OF_TORCH}
-            keys = [k for k in now | set(kept) if k not in kept or not _same(module.__dict__.get(k), *kept[k])]
-            found += [f"{path}.{key}" if path else key for key in sorted(keys)]
+        for path, place, kept in self._kept:
+            keys = (place.keys() | kept.keys()) - _OF_TORCH
+            names = [key for key in keys if key not in kept or not _same(place.get(key), *kept[key])]
+            found += [f"{path}.{key}" if path else key for key in sorted(names)]
         return found
 
     def put_back(self) -> None:
-        for (_, module), kept in zip(self._modules, self._kept, strict=True):
-            for key in [key for key in module.__dict__ if key not in _OF_TORCH and key not in kept]:
-                del module.__dict__[key]
+        for _, place, kept in self._kept:
+            for key in place.keys() - _OF_TORCH - kept.keys():
+                del place[key]
             for key, (value, content) in kept.items():
-                if not _same(module.__dict__.get(key), value, content):
+                if not _same(place.get(key), value, content):
                     _refill(value, content)
-                    module.__dict__[key] = value
+                    place[key] = value
 
 
 class Standing:
@@ -80,7 +58,7 @@ class Standing:
         self._grads = [(t, t.grad) for t in leaves]
         # a forward may write into weights as well: embeddings of bounded norm do
         self._trained = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-        self._buffers, self._attributes = Buffers(model), Attributes(model)
+        self._kept = Kept(model, "attributes"), Kept(model, "buffers")
         self._random = RandomNumbers(devices_of(model), generators_of(model, loss_fn))
 
     def clear_grads(self) -> None:
@@ -92,12 +70,12 @@ class Standing:
     def put_back(self) -> None:
         for module, training in self._modes:
             module.training = training
-        self._attributes.put_back()
-        self._buffers.put_back()
+        for kept in self._kept:
+            kept.put_back()
         with torch.no_grad():
-            for parameter, kept in self._trained:
-                if not _equal(parameter, kept):
-                    parameter.copy_(kept)
+            for parameter, before in self._trained:
+                if not _equal(parameter, before):
+                    parameter.copy_(before)
         for tensor, grad in self._grads:
             if tensor.grad is not grad:
                 tensor.grad = grad

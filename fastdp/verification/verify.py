@@ -5,7 +5,6 @@ The check also finds gradients of a sample that depend on other samples, which n
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,11 +20,11 @@ from ..errors import BatchLayoutError, FastDPError, SampleMixingError, StepError
 from ..optim.verification_record import forget_verified, note_verified
 from ..utils.keyword_arguments import named
 from .collating import collated
-from .examine import Examination
+from .examination import Examination
+from .execution import Loss
 from .padding import judge_padding
 from .records import Records, alike, drawn_of, fetched, records_of
 from .report import VerifyReport
-from .runs import Loss
 from .state import Standing
 
 __all__ = ["VerifyReport", "verify"]
@@ -110,9 +109,7 @@ def verify(
         forget_verified(model)
         if raise_on_failure:
             raise
-        report = VerifyReport(samples, math.inf, math.inf, math.inf, tolerance or 0.0)
-        report.problem = str(error)
-        return report
+        return VerifyReport.failed(samples, tolerance or 0.0, str(error))
     if pool.samples < 2:
         raise ValueError("verify needs a batch of at least two samples")
     judged = tolerance is None
@@ -133,8 +130,8 @@ def verify(
         judge_padding(work, report, once)
     except _REFUSED as error:
         refusal = error
-        report = VerifyReport(min(samples, pool.samples), math.inf, math.inf, math.inf, tolerance)
-        report.problem = f"the engine refuses this program ({type(error).__name__}): {error}"
+        problem = f"the engine refuses this program ({type(error).__name__}): {error}"
+        report = VerifyReport.failed(min(samples, pool.samples), tolerance, problem)
     finally:
         standing.put_back()
     report.looked_at.insert(0, _records_seen(pool, report.samples, total))

@@ -168,6 +168,24 @@ def planted(name: str, *found_by: str) -> Callable[[Any], Any]:
     return add
 
 
+def altered(name: str, *found_by: str, **methods: Callable[..., Any]) -> None:
+    """The right step, with these methods in place of its own."""
+    module = next(iter(methods.values())).__module__
+    planted(name, *found_by)(type(name, (Hand,), {"__module__": module, **methods}))
+
+
+def in_loop(step: Any) -> Any:
+    """A step whose count and memory begin anew in every run, as those of a loop do."""
+
+    class InLoop(step):
+        def run_parts(self, model: Job, *given: Any, **options: Any) -> Any:
+            model.steps, model.m = 0, torch.zeros_like(model.flat)
+            return super().run_parts(model, *given, **options)
+
+    InLoop.__module__ = step.__module__
+    return InLoop
+
+
 def with_adam(name: str, *found_by: str) -> None:
     """The same bug, under Adam."""
     made = PLANTED[name][0]

@@ -6,17 +6,19 @@ its docstring says so.
 
 from . import (  # noqa: F401  (they plant)
     audit_zoo_clipping,
-    audit_zoo_company,
+    audit_zoo_distribution,
     audit_zoo_each,
-    audit_zoo_law,
     audit_zoo_noise,
     audit_zoo_steps,
+    audit_zoo_thresholds,
 )
 from .audit_hand import PLANTED
 from .audit_right import Large, Small
 from .audit_zoo_clipping import NoClipping
 
-LATER = tuple(module.__name__ for module in (audit_zoo_law, audit_zoo_steps, audit_zoo_company, audit_zoo_each))
+LATER = tuple(
+    module.__name__ for module in (audit_zoo_distribution, audit_zoo_steps, audit_zoo_thresholds, audit_zoo_each)
+)
 FIRST = [name for name, (made, _) in PLANTED.items() if made.__module__ not in LATER]  # those that libraries had
 SCALED = (
     "noise cut at 3 sigma", "momentum over sums without noise", "the last step's sum added again",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .audit_hand import CLASSES, FEATURES, Hand, Job, planted, with_adam
+from .audit_hand import CLASSES, FEATURES, Hand, Job, altered, planted, with_adam
 
 # ---------------------------------------------------------------------- clipping
 
@@ -27,30 +27,29 @@ class MinibatchClipping(Hand):
         return len(y) * self.factors(mean.norm(), c) * mean
 
 
-@planted("clipping norm of the first day", "no_clipping")
-class StaleNorm(Hand):
-    """A scheduler changes the noise but not the clipping (Opacus, ghost clipping)."""
-
-    def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
-        return super().clipped_sum(job, x, y, 1.0)
-
-
-@planted("factor max(1, C/n)", "sensitivity")
-class FactorUpsideDown(Hand):
-    def factors(self, norms: Tensor, c: float) -> Tensor:
-        return (c / (norms + 1e-30)).clamp(min=1)
+# A scheduler changes the noise but not the clipping (Opacus, ghost clipping).
+altered(
+    "clipping norm of the first day",
+    "no_clipping",
+    clipped_sum=lambda self, job, x, y, c: Hand.clipped_sum(self, job, x, y, 1.0),
+)
 
 
-@planted("gradient times C, never divided by its norm", "sensitivity")
-class ScaledByC(Hand):
-    def factors(self, norms: Tensor, c: float) -> Tensor:
-        return torch.full_like(norms, c)
+altered("factor max(1, C/n)", "sensitivity", factors=lambda self, norms, c: (c / (norms + 1e-30)).clamp(min=1))
 
 
-@planted("clipping by coordinate", "sensitivity")
-class ClippedByCoordinate(Hand):
-    def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
-        return self.gradients(job, x, y).nan_to_num(0, 0, 0).clamp(-c, c).sum(0)
+altered(
+    "gradient times C, never divided by its norm",
+    "sensitivity",
+    factors=lambda self, norms, c: torch.full_like(norms, c),
+)
+
+
+altered(
+    "clipping by coordinate",
+    "sensitivity",
+    clipped_sum=lambda self, job, x, y, c: self.gradients(job, x, y).nan_to_num(0, 0, 0).clamp(-c, c).sum(0),
+)
 
 
 @planted("every layer clipped to C, noise for C", "sensitivity")
@@ -70,18 +69,15 @@ class NormWithoutBiases(Hand):
         return (gradients * seen).norm(dim=1)
 
 
-@planted("norm in bfloat16", "sensitivity")
-class NormInHalf(Hand):
-    """The bound is exceeded by some tenths of a percent (Opacus under autocast)."""
-
-    def norms(self, job: Job, gradients: Tensor) -> Tensor:
-        return gradients.bfloat16().norm(dim=1).float()
+# The bound is exceeded by some tenths of a percent (Opacus under autocast).
+altered("norm in bfloat16", "sensitivity", norms=lambda self, job, gradients: gradients.bfloat16().norm(dim=1).float())
 
 
-@planted("largest coordinate as norm", "sensitivity")
-class MaximumNorm(Hand):
-    def norms(self, job: Job, gradients: Tensor) -> Tensor:
-        return gradients.abs().amax(1) if len(gradients) else gradients.new_zeros(0)
+altered(
+    "largest coordinate as norm",
+    "sensitivity",
+    norms=lambda self, job, gradients: gradients.abs().amax(1) if len(gradients) else gradients.new_zeros(0),
+)
 
 
 @planted("norms of the step before", "sensitivity")

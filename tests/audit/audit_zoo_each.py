@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .audit_hand import CLASSES, LR, Hand, Job, planted
+from .audit_hand import CLASSES, LR, Hand, Job, altered, in_loop, planted
 
 MOST, ALONE, LAW = "sensitivity", "per_sample_independence", "noise_distribution"
 SAMPLING = "poisson_sampling"
@@ -80,13 +80,8 @@ def at_step(name: str, times: Callable[[int], float]) -> None:
         def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
             return super().clipped_sum(job, x, y, c * times(job.steps))
 
-    class InLoop(AtStep):
-        def run_parts(self, model: Job, *given: Any, **options: Any) -> Any:
-            model.steps = 0
-            return super().run_parts(model, *given, **options)
-
     planted(name, MOST)(AtStep)
-    planted(f"{name} of the loop", MOST)(InLoop)
+    planted(f"{name} of the loop", MOST)(in_loop(AtStep))
 
 
 at_step("2 C at every fifth step", lambda k: 2.0 if k % 5 == 4 else 1.0)
@@ -97,10 +92,11 @@ at_step("3 C from the third step on", lambda k: 3.0 if k >= 2 else 1.0)
 at_step("a threshold that grows", lambda k: 1 + k / 20)
 
 
-@planted("2 C at step 40", MOST)
-class AtForty(Hand):
-    def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
-        return super().clipped_sum(job, x, y, c * (2 if job.steps == 39 else 1))
+altered(
+    "2 C at step 40",
+    MOST,
+    clipped_sum=lambda self, job, x, y, c: Hand.clipped_sum(self, job, x, y, c * (2 if job.steps == 39 else 1)),
+)
 
 
 # ---------------------------------------------------------------------- the noise of batches of some size

@@ -8,55 +8,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .audit_hand import LR, Hand, Job, planted, with_adam
+from .audit_hand import LR, Hand, Job, altered, planted, with_adam
 
 # ---------------------------------------------------------------------- noise
 
 
-@planted("noise not scaled with C", "uncalibrated_noise", "noise_distribution")
-class NoiseWithoutC(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return sigma * self.draw(job, generator)
+altered(
+    "noise not scaled with C",
+    "uncalibrated_noise",
+    "noise_distribution",
+    noise=lambda self, job, c, sigma, generator, size, parts: sigma * self.draw(job, generator),
+)
 
 
-@planted("noise of sigma / sqrt(B)", "uncalibrated_noise", "noise_distribution")
-class NoiseOfBatchRoot(Hand):
-    """Whatever C is (FlashDP)."""
-
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return sigma * size**0.5 * self.draw(job, generator)
-
-
-@planted("no noise", "uncalibrated_noise", "noise_distribution", "epsilon_bound")
-class NoNoise(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return torch.zeros_like(job.flat)
+# Whatever C is (FlashDP).
+altered(
+    "noise of sigma / sqrt(B)",
+    "uncalibrated_noise",
+    "noise_distribution",
+    noise=lambda self, job, c, sigma, generator, size, parts: sigma * size**0.5 * self.draw(job, generator),
+)
 
 
-@planted("noise of sigma whatever it is", "uncalibrated_noise")
-class NoiseWithoutSigma(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return (sigma > 0) * c * self.draw(job, generator)
+altered(
+    "no noise",
+    "uncalibrated_noise",
+    "noise_distribution",
+    "epsilon_bound",
+    noise=lambda self, job, c, sigma, generator, size, parts: torch.zeros_like(job.flat),
+)
 
 
-@planted("noise for the mean on the sum", "noise_distribution", "noise_scale", "epsilon_bound")
-class NoiseForMean(Hand):
-    """Sum against mean (an example of JAX-Privacy)."""
-
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return sigma * c / max(size, 1) * self.draw(job, generator)
-
-
-@planted("noise for the sum on the mean", "noise_distribution", "noise_scale")
-class NoiseForSum(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return sigma * c * max(size, 1) * self.draw(job, generator)
+altered(
+    "noise of sigma whatever it is",
+    "uncalibrated_noise",
+    noise=lambda self, job, c, sigma, generator, size, parts: (sigma > 0) * c * self.draw(job, generator),
+)
 
 
-@planted("noise of variance sigma C", "uncalibrated_noise")
-class NoiseOfVariance(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return (sigma * c) ** 0.5 * self.draw(job, generator)
+# Sum against mean (an example of JAX-Privacy).
+altered(
+    "noise for the mean on the sum",
+    "noise_distribution",
+    "noise_scale",
+    "epsilon_bound",
+    noise=lambda self, job, c, sigma, generator, size, parts: sigma * c / max(size, 1) * self.draw(job, generator),
+)
+
+
+altered(
+    "noise for the sum on the mean",
+    "noise_distribution",
+    "noise_scale",
+    noise=lambda self, job, c, sigma, generator, size, parts: sigma * c * max(size, 1) * self.draw(job, generator),
+)
+
+
+altered(
+    "noise of variance sigma C",
+    "uncalibrated_noise",
+    noise=lambda self, job, c, sigma, generator, size, parts: (sigma * c) ** 0.5 * self.draw(job, generator),
+)
 
 
 @planted("noise, then clipping", "noise_distribution", "noise_scale")
@@ -88,30 +100,35 @@ class LayerDropped(Hand):
         return torch.cat([new[:-last], job.flat[-last:]])
 
 
-@planted("uniform noise", "noise_distribution")
-class UniformNoise(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        return (2 * torch.rand(job.flat.shape, generator=generator) - 1) * 3**0.5
+altered(
+    "uniform noise",
+    "noise_distribution",
+    draw=lambda self, job, generator: (2 * torch.rand(job.flat.shape, generator=generator) - 1) * 3**0.5,
+)
 
 
-@planted("noise in bfloat16", "noise_distribution")
-class NoiseInHalf(Hand):
-    """(AWS's fastDP.)"""
-
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        return super().draw(job, generator).bfloat16().float()
-
-
-@planted("the same noise in every run", "uncalibrated_noise")
-class NoiseSeededByConstant(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        return torch.randn(job.flat.shape, generator=torch.Generator().manual_seed(job.steps))
+# (AWS's fastDP.)
+altered(
+    "noise in bfloat16",
+    "noise_distribution",
+    draw=lambda self, job, generator: Hand.draw(self, job, generator).bfloat16().float(),
+)
 
 
-@planted("the same noise at every step", "noise_independence")
-class NoiseReused(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        return torch.randn(job.flat.shape, generator=torch.Generator().manual_seed(generator.initial_seed()))
+altered(
+    "the same noise in every run",
+    "uncalibrated_noise",
+    draw=lambda self, job, generator: torch.randn(job.flat.shape, generator=torch.Generator().manual_seed(job.steps)),
+)
+
+
+altered(
+    "the same noise at every step",
+    "noise_independence",
+    draw=lambda self, job, generator: torch.randn(
+        job.flat.shape, generator=torch.Generator().manual_seed(generator.initial_seed())
+    ),
+)
 
 
 @planted("noise drawn every other step", "noise_independence")
@@ -130,16 +147,20 @@ class NoiseByParameter(Hand):
         return torch.cat(parts)
 
 
-@planted("noise at every micro-batch", "noise_once")
-class NoiseEveryPart(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return sum((sigma * c * self.draw(job, generator) for _ in range(parts)), torch.zeros(()))
+altered(
+    "noise at every micro-batch",
+    "noise_once",
+    noise=lambda self, job, c, sigma, generator, size, parts: sum(
+        (sigma * c * self.draw(job, generator) for _ in range(parts)), torch.zeros(())
+    ),
+)
 
 
-@planted("workers average their noise", "noise_once")
-class NoiseAveraged(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return sigma * c * self.draw(job, generator) / parts**0.5
+altered(
+    "workers average their noise",
+    "noise_once",
+    noise=lambda self, job, c, sigma, generator, size, parts: sigma * c * self.draw(job, generator) / parts**0.5,
+)
 
 
 with_adam("noise not scaled with C", "uncalibrated_noise")
@@ -160,12 +181,14 @@ class AccumulatedThenClipped(Hand):
         return super().step(job, parts, size, c, sigma, generator)
 
 
-@planted("only the last micro-batch counts", "noise_once")
-class LastPartOnly(Hand):
-    """A second backward before the step drops the first batch (Opacus, ghost clipping)."""
-
-    def step(self, job: Job, parts: list[Any], size: int, c: float, sigma: float, generator: Any) -> Tensor:
-        return super().step(job, parts[-1:], size, c, sigma, generator)
+# A second backward before the step drops the first batch (Opacus, ghost clipping).
+altered(
+    "only the last micro-batch counts",
+    "noise_once",
+    step=lambda self, job, parts, size, c, sigma, generator: Hand.step(
+        self, job, parts[-1:], size, c, sigma, generator
+    ),
+)
 
 
 # ---------------------------------------------------------------------- sampling and accounting
@@ -200,16 +223,20 @@ class RateTooHigh(Hand):
         return [np.flatnonzero(draw.random(records) < 1.15 * self.sample_rate) for _ in range(steps)]
 
 
-@planted("the same batches in every run", "poisson_sampling")
-class SameBatches(Hand):
-    def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
-        return super().sample(records, steps, 0)
+altered(
+    "the same batches in every run",
+    "poisson_sampling",
+    sample=lambda self, records, steps, seed: Hand.sample(self, records, steps, 0),
+)
 
 
-@planted("empty batches skipped", "empty_batch")
-class EmptySkipped(Hand):
-    def step(self, job: Job, parts: list[Any], size: int, c: float, sigma: float, generator: Any) -> Tensor:
-        return super().step(job, parts, size, c, sigma, generator) if size else job.flat
+altered(
+    "empty batches skipped",
+    "empty_batch",
+    step=lambda self, job, parts, size, c, sigma, generator: (
+        Hand.step(self, job, parts, size, c, sigma, generator) if size else job.flat
+    ),
+)
 
 
 @planted("empty batches not counted", "empty_batch")

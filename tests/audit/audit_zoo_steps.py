@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .audit_hand import LR, Hand, Job, planted
+from .audit_hand import LR, Hand, Job, altered, in_loop, planted
 
 STEPS = "noise_independence"
 Factor = Callable[[int, Any], float]
@@ -21,16 +21,8 @@ def at_steps(name: str, factor: Callable[[int], float], *found_by: str) -> None:
         def draw(self, job: Job, generator: Any) -> Tensor:
             return factor(job.steps) * super().draw(job, generator)
 
-    class InLoop(Hand):
-        def run_parts(self, model: Job, *given: Any, **options: Any) -> Any:
-            model.steps = 0
-            return super().run_parts(model, *given, **options)
-
-        def draw(self, job: Job, generator: Any) -> Tensor:
-            return factor(job.steps) * super().draw(job, generator)
-
     planted(name, *(found_by or (STEPS,)))(AtSteps)
-    planted(f"{name} of the loop", *(found_by or (STEPS,)))(InLoop)
+    planted(f"{name} of the loop", *(found_by or (STEPS,)))(in_loop(AtSteps))
 
 
 at_steps("no noise at every tenth step", lambda k: float(k % 10 != 9))
@@ -40,16 +32,20 @@ at_steps("a tenth of the noise at every seventh step", lambda k: 0.1 if k % 7 ==
 at_steps("noise that fades", lambda k: 0.95**k)
 
 
-@planted("noise that fades slowly", STEPS)
-class Fading(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        return 0.999**job.steps * super().draw(job, generator)
+altered(
+    "noise that fades slowly",
+    STEPS,
+    draw=lambda self, job, generator: 0.999**job.steps * Hand.draw(self, job, generator),
+)
 
 
-@planted("no noise in one step of twenty, by chance", STEPS)
-class ByChance(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        return float(torch.rand((), generator=generator) > 0.05) * super().draw(job, generator)
+altered(
+    "no noise in one step of twenty, by chance",
+    STEPS,
+    draw=lambda self, job, generator: (
+        float(torch.rand((), generator=generator) > 0.05) * Hand.draw(self, job, generator)
+    ),
+)
 
 
 @planted("the noise of 25 steps before", STEPS)
@@ -91,16 +87,8 @@ def remembering(name: str, again: Callable[[Job, Tensor], Tensor], *found_by: st
         def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
             return again(job, super().clipped_sum(job, x, y, c))
 
-    class InLoop(Hand):
-        def run_parts(self, model: Job, *given: Any, **options: Any) -> Any:
-            model.m = torch.zeros_like(model.flat)
-            return super().run_parts(model, *given, **options)
-
-        def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
-            return again(job, super().clipped_sum(job, x, y, c))
-
     planted(name, *(found_by or (STEPS,)))(Remembering)
-    planted(f"{name}, in the loop", *(found_by or (STEPS,)))(InLoop)
+    planted(f"{name}, in the loop", *(found_by or (STEPS,)))(in_loop(Remembering))
 
 
 def momentum(job: Job, total: Tensor, factor: float = 0.9) -> Tensor:
@@ -154,11 +142,7 @@ class UnclippedTenth(Hand):
         return super().step(job, *given)
 
 
-@planted("no clipping at every tenth step of the loop", "sensitivity")
-class UnclippedTenthOfLoop(UnclippedTenth):
-    def run_parts(self, model: Job, *given: Any, **options: Any) -> Any:
-        model.steps = 0
-        return super().run_parts(model, *given, **options)
+planted("no clipping at every tenth step of the loop", "sensitivity")(in_loop(UnclippedTenth))
 
 
 @planted("factors of the first step", "sensitivity")

@@ -9,8 +9,8 @@ import pytest
 
 from fastdp.audit import audit
 from fastdp.audit.canaries import epsilon_lower_bound, gaussian_delta, gaussian_sigma, guess_p_value
-from fastdp.audit.independence import _repetition
-from fastdp.audit.statistics import mean_distance, normality, scale_interval, slope
+from fastdp.audit.noise_independence import repetition
+from fastdp.audit.statistics import distances, kolmogorov, scale_interval, slope
 
 from .audit_hand import Hand
 from .audit_zoo import PLANTED
@@ -90,20 +90,20 @@ def test_a_flat_line_has_p_1_and_rounding_is_no_slope() -> None:
 
 
 def test_distances_and_scales_by_hand() -> None:
-    assert mean_distance([np.zeros(2), np.array([3.0, 4.0]), np.zeros(2)]) == pytest.approx(10 / 3)
+    assert sorted(distances([np.zeros(2), np.array([3.0, 4.0]), np.zeros(2)])) == [0.0, 5.0, 5.0]
     draw = np.random.default_rng(0).normal(size=4000) * 3
     low, high = scale_interval(draw, 0.999)
     assert low < 3 < high and high / low < 1.09
-    assert normality(draw / 3) > 1e-3 and normality(draw / 2.6) < 1e-3
+    assert kolmogorov(draw / 3) > 1e-3 and kolmogorov(draw / 2.6) < 1e-3
 
 
 def test_repeated_stretches_of_noise_are_found_wherever_they_are() -> None:
     draw = np.random.default_rng(3)
     noise = draw.normal(size=(8, 700))
-    assert _repetition(noise)[0] > 1e-3
+    assert repetition(noise)[0] > 1e-3
     noise[:, 531:600] = noise[:, 101:170]
-    p_value, lag = _repetition(noise)
+    p_value, lag = repetition(noise)
     assert p_value < 1e-6 and lag == 430
     noise = draw.normal(size=(8, 700))
     noise[:, 350:] = -noise[:, :350]
-    assert _repetition(noise)[1] == 350
+    assert repetition(noise)[1] == 350

@@ -13,11 +13,13 @@ from fastdp.__main__ import parser
 from fastdp.audit import AuditError, Outcome, TorchTrainable, audit
 from fastdp.audit.command import main
 from fastdp.audit.finding import BUG, NOT_TESTED, OK, UNDECIDED
+from fastdp.audit.measure import Probe
 from fastdp.audit.paper import paper_minibatch_clipping, paper_no_clipping
+from fastdp.audit.paper_losses import change_in_loss, loss_of, warm_batches
 from fastdp.audit.paper_noise import paper_noise_distribution, paper_uncalibrated_noise
 from fastdp.audit.paper_searches import clipping_norm, noise_multiplier, settled, visible
-from fastdp.audit.paper_steps import change_in_loss, loss_of, p_of_slope, warm_batches
 from fastdp.audit.runner import PAPER
+from fastdp.audit.statistics import slope
 
 from . import audit_right as right
 from .audit_hand import Hand, Job, make_batch
@@ -60,11 +62,11 @@ class Line:
 
 
 def test_the_search_for_c_lands_at_the_first_norm_above_the_gradients() -> None:
-    found = clipping_norm(Line())
+    found = clipping_norm(Probe(Line()))
     assert found.value == 10.0 and found.trials == [10.0] * 3  # |g| = 5
     assert np.allclose(found.changes[0], [-5 * min(5.0, c) for c in found.grid])
-    assert clipping_norm(Line(), norms=[1.0, 4.0, 5.0, 6.0]).value == 5.0
-    assert clipping_norm(Line(clips=False)).value == 0.01  # never clipped
+    assert clipping_norm(Probe(Line()), norms=[1.0, 4.0, 5.0, 6.0]).value == 5.0
+    assert clipping_norm(Probe(Line(clips=False))).value == 0.01  # never clipped
 
 
 def test_the_search_for_c_takes_the_largest_trial() -> None:
@@ -76,13 +78,13 @@ def test_the_search_for_c_takes_the_largest_trial() -> None:
                 return Outcome(0.0, model["w"])
             return super().run(model, batches, **given)
 
-    found = clipping_norm(Varied())
+    found = clipping_norm(Probe(Varied()))
     assert found.trials == [10.0, 1000.0, 10.0] and found.value == 1000.0
 
 
 def test_the_search_for_sigma_lands_where_noise_moves_the_loss_by_a_hundredth() -> None:
     """The change is -25 without noise, and -5 C sigma k / 8 more with it, where k follows the seed."""
-    line, step = Line(), Line()
+    line, step = Probe(Line()), Probe(Line())
     found = noise_multiplier(line, 10.0, size=8)
     firsts = []
     for trial in range(3):
@@ -94,9 +96,9 @@ def test_the_search_for_sigma_lands_where_noise_moves_the_loss_by_a_hundredth() 
 
 def test_searches_that_end_nowhere_say_so() -> None:
     with pytest.raises(AuditError, match="still depends on C at C = 4e"):
-        clipping_norm(Line(), norms=[1.0, 2.0, 4.0])
+        clipping_norm(Probe(Line()), norms=[1.0, 2.0, 4.0])
     with pytest.raises(AuditError, match="no difference to the loss"):
-        noise_multiplier(Line(), 10.0, sigmas=[1e-8, 1e-7])
+        noise_multiplier(Probe(Line()), 10.0, sigmas=[1e-8, 1e-7])
     assert settled([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 5.0, 5.0], 0.0) == 3.0
     assert visible([1.0, 2.0, 3.0], [1.0, 1.0, 2.0], 1.0, 0.0) == 3.0 and visible([1.0], [1.0], 1.0, 0.0) is None
 
@@ -204,24 +206,18 @@ def test_the_loss_of_outputs_is_torchs() -> None:
     job = hand.build(0)
     logits = torch.as_tensor(hand.predict(job, x))
     soft = torch.softmax(torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), 1).double()
-    probe = right_probe(hand)
+    probe = Probe(hand)
     for labels in (torch.as_tensor(y), soft):
         true = torch.nn.functional.cross_entropy(logits, labels).item()
         assert loss_of(probe, job, (x, labels.numpy())) == pytest.approx(true, rel=1e-12)
-
-
-def right_probe(trainable: Any) -> Any:
-    from fastdp.audit.measure import Probe
-
-    return Probe(trainable)
 
 
 @pytest.mark.parametrize("name", ["fastdp, Adam", "fastdp, local, flat"])
 def test_a_warmed_up_model_goes_on_as_one_run_would(name: str) -> None:
     """With the warm-up's own C, three steps and one more are four steps of one run."""
     step = right.RIGHT[name]()
-    probe, batch = right_probe(step), step.make_batch(5, 8)
-    warm = warm_batches(probe, 3, 8)
+    probe, batch = Probe(step), step.make_batch(5, 8)
+    warm = warm_batches(probe, 3, 0, 8)
     change, _ = change_in_loss(probe, batch, 1.0, warm=warm)
     four, three = step.build(0), step.build(0)
     for model, batches in ((four, [*warm, batch]), (three, warm)):
@@ -230,17 +226,9 @@ def test_a_warmed_up_model_goes_on_as_one_run_would(name: str) -> None:
     assert change != change_in_loss(probe, batch, 0.01, warm=warm)[0]
 
 
-def test_the_papers_label_has_no_gradient_where_its_output_is_a_probability() -> None:
-    """Softmax cross-entropy with y = -alpha p: sum(y) p - y = 0. The logits are meant, whose gradient is large."""
-    logits = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    for y, size in ((torch.softmax(logits.detach(), 1), 0.0), (logits.detach(), 10.0)):
-        (g,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, -10 * y), logits)
-        assert (g.norm() > size) if size else (g.norm() < 1e-14)
-
-
 def test_p_of_slope_has_no_floor() -> None:
-    assert p_of_slope([1, 2, 3], [5, 5, 5]) == (0.0, 1.0)
-    assert p_of_slope([1, 2, 3, 4], [1, 1 + 1e-12, 1 + 2e-12, 1 + 3e-12])[1] < 0.01
+    assert slope([1, 2, 3], [5, 5, 5], 0) == (0.0, 1.0)
+    assert slope([1, 2, 3, 4], [1, 1 + 1e-12, 1 + 2e-12, 1 + 3e-12], 0)[1] < 0.01
 
 
 def test_distances_of_pairs_that_share_models_overstate_the_certainty() -> None:
@@ -250,8 +238,8 @@ def test_distances_of_pairs_that_share_models_overstate_the_certainty() -> None:
     for _ in range(300):
         models = draw.normal(size=(10, 5, 300))
         of = [[np.linalg.norm(m[i] - m[j]) for i in range(5) for j in range(i)] for m in models]
-        pairs.append(p_of_slope(np.repeat(np.arange(10.0), 10), np.ravel(of))[1])
-        means.append(p_of_slope(np.arange(10.0), np.mean(of, 1))[1])
+        pairs.append(slope(np.repeat(np.arange(10.0), 10), np.ravel(of), 0)[1])
+        means.append(slope(np.arange(10.0), np.mean(of, 1), 0)[1])
     assert 0.06 < np.mean(np.array(pairs) < 0.01) < 0.16 and np.mean(np.array(means) < 0.01) < 0.03
 
 
@@ -265,7 +253,7 @@ BAD = {
     "alpha must be": lambda: paper_minibatch_clipping(Hand(), alpha=0.5),
     "models must be": lambda: paper_uncalibrated_noise(Hand(), models=1),
     "sigma must be positive": lambda: paper_noise_distribution(Hand(), sigma=math.nan),
-    "trials must be": lambda: clipping_norm(Hand(), trials=0),
+    "trials must be": lambda: clipping_norm(Probe(Hand()), trials=0),
     "statistics must be one of fastdp, paper, both, not 'papers'": lambda: audit(Hand(), statistics="papers"),
     "no test 'paper_no_clipping' of statistics='fastdp'": lambda: audit(Hand(), ["paper_no_clipping"]),
 }

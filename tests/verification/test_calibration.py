@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import builtins
 import math
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastdp.calibration import (
-    ConfidenceHistogram,
-    calibration,
-    confidence_histogram,
-    ece,
-    mce,
-    nll,
-    reliability_diagram,
-)
+from fastdp.calibration import calibration, confidence_histogram, ece, mce, nll, reliability_diagram
 
 
 def predictions(n: int = 2000, classes: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -65,19 +57,6 @@ def test_a_confidence_on_an_edge_belongs_to_the_bin_below(bins, kind):
     wanted = torch.zeros(bins, dtype=torch.long)
     wanted[bins - len(edges) :] = 1
     assert found.counts.tolist() == wanted.tolist()
-
-
-def test_scikit_learn_puts_edges_below_too():
-    pytest.importorskip("sklearn")
-    from sklearn.calibration import calibration_curve
-
-    confidence, right = torch.tensor([0.75, 0.7501, 0.5, 1.0]).double(), torch.tensor([1, 0, 1, 1])
-    share, mean = calibration_curve(right, confidence, n_bins=4)
-    found = calibration(torch.stack([confidence, 1 - confidence], 1), 1 - right, 4, probabilities=True)
-    filled = found.bin_count > 0
-    assert found.bin_accuracy[filled].tolist() == pytest.approx(share.tolist())
-    assert found.bin_confidence[filled].tolist() == pytest.approx(mean.tolist())
-    assert found.bin_count.tolist() == [0, 1, 1, 2]
 
 
 def test_by_hand():
@@ -157,36 +136,15 @@ def test_probabilities_of_16_bits_are_taken(dtype, classes):
     assert ece(logits.softmax(1).to(dtype), labels, probabilities=True) == pytest.approx(ece(logits, labels), abs=0.01)
 
 
-def test_drawings_in_characters(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    logits, labels = predictions()
-    found = calibration(logits, labels, 5)
-    text = reliability_diagram({"too sure": found})
-    assert f"ECE {100 * found.ece:.1f} %" in text and "too sure" in text
-    row = next(line for line in text.splitlines() if line.startswith("0.80-1.00"))
-    assert row.split()[1].rstrip("|").count("#") == round(40 * float(found.bin_accuracy[4]))  # the bar ends before |
-    assert row[10 + round(40 * float(found.bin_confidence[4]))] == "|"
-    assert row.endswith(f"of {int(found.bin_count[4])}")
-    histogram = confidence_histogram(logits, labels, 5)
-    assert isinstance(histogram, ConfidenceHistogram) and "mean confidence" in str(histogram)
-    assert str(histogram).splitlines()[4].count("#") == 40
-    with pytest.raises(ValueError, match="no results"):
-        reliability_diagram({})
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.warns(UserWarning, match="diagram.txt"):
-        assert reliability_diagram({"too sure": found}, tmp_path / "diagram.png") == text
-    assert (tmp_path / "diagram.txt").read_text() == text + "\n"
-    assert not (tmp_path / "diagram.png").exists()
-
-
-def test_a_png_by_matplotlib(tmp_path):
+def test_a_reliability_diagram_by_matplotlib(tmp_path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("matplotlib")
     logits, labels = predictions()
-    reliability_diagram({"a": calibration(logits, labels), "b": calibration(logits / 2, labels)}, tmp_path / "d.png")
+    results = {"a": calibration(logits, labels), "b": calibration(logits / 2, labels)}
+    reliability_diagram(results, tmp_path / "d.png")
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no results"):
+        reliability_diagram({}, tmp_path / "d.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.warns(UserWarning, match="no matplotlib"):
+        reliability_diagram(results, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

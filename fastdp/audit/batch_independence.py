@@ -1,28 +1,27 @@
-"""What a sample contributes must depend on nothing but itself: not on its company, nor on earlier steps' samples."""
+"""Tests that a sample's contribution does not depend on the rest of the batch, nor on earlier steps' samples."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from .every_step import APART, Step, walked
-from .finding import BUG, OK, Finding
-from .known import ordinary_norm, weak
+from .finding import Finding, Result, audit_test
 from .measure import Probe
-from .trainable import Array, Batch, pick, rows
+from .reference_samples import ordinary_norm, weak
+from .step_contributions import APART, walked
+from .trainable import Array, Batch, is_floats, pick, rows
 from .update import update
 
-NAME = "per_sample_independence"
 TOLERANCE = {"sgd": 0.01, "adam": 0.1}  # relative; of Adam, whose step is only nearly linear
 LATER = 0.03  # relative, of a second step: the first has moved the weights a little
 ORDINARY, MANY = 6, 131  # samples; the largest batch
 SHARES = (0.6, 1000.0)  # C over the norm of an ordinary gradient: among those of samples, and above all of them
 
 
-def per_sample_independence(trainable: Any, *, seed: int = 0) -> Finding:
+@audit_test
+def per_sample_independence(probe: Probe) -> Finding:
     """Compares the sum of a batch with the sum of its samples' separate steps, without noise.
 
     C is below the norms of all gradients, among them, and above them. The batches have ordinary samples, samples with
@@ -32,24 +31,19 @@ def per_sample_independence(trainable: Any, *, seed: int = 0) -> Finding:
 
     statistic: the norm of the difference over the largest contribution of a sample.
     """
-    probe = Probe.of(trainable, seed)
-    pool = _pool(probe)
-    bound, tried, norms = TOLERANCE[probe.optimizer], 0, _norms(probe)
-    worst, where = 0.0, ""
-    for norm in norms:
-        for difference, company in _sums(probe, pool, norm):
-            tried += 1
-            if not difference <= worst:
-                worst, where = difference, f"{company}, at C = {norm:.3g}"
-    data: dict[str, Any] = {"norm": norms[0], "norms": norms, "batches": tried, "where": where}
+    pool, bound, typical = _pool(probe), TOLERANCE[probe.optimizer], ordinary_norm(probe)
+    norms = [probe.usual_norm, *(typical * share for share in SHARES if typical is not None)]
+    found = [(off, f"{company}, at C = {norm:.3g}") for norm in norms for off, company in _sums(probe, pool, norm)]
+    worst, where = max(found, key=lambda each: np.nan_to_num(each[0], nan=np.inf))
+    result = Result(norm=norms[0], norms=norms, batches=len(found), where=where)
     if not worst <= bound:
-        text = (
+        return result.bug(
             f"A batch is not the sum of its samples: the difference is {worst:.3g} of a sample's contribution "
             f"({where}). Other samples change what one contributes. Look for clipping of the batch, norms, thresholds "
             "or factors shared between samples, a loss divided by something of the batch (its tokens, its classes), "
-            "attention or normalisation over the batch."
-        )
-        return Finding(NAME, BUG, text, worst, None, bound, data=data)
+            "attention or normalisation over the batch.",
+            worst, None, bound,
+        )  # fmt: skip
     for norm in norms:
         for difference, company in _second_steps(probe, pool, norm):
             if not difference <= LATER:
@@ -58,32 +52,19 @@ def per_sample_independence(trainable: Any, *, seed: int = 0) -> Finding:
                     f"contribution, after {company}, at C = {norm:.3g}. Look for a threshold that follows the norms of "
                     "earlier batches without noise, and for sums or norms that are kept from step to step."
                 )
-                return Finding(NAME, BUG, text, difference, None, LATER, data=data)
-    steps = walked(probe)
-    if steps and max(steps, key=_apart).apart > APART[probe.optimizer]:
-        odd = max(steps, key=_apart)
-        many = sum(step.apart > APART[probe.optimizer] for step in steps)
-        text = (
+                return result.bug(text, difference, None, LATER)
+    steps, limit = walked(probe), APART[probe.optimizer]
+    many = [step for step in steps if step.apart > limit]
+    if many:
+        odd = max(many, key=lambda step: step.apart)
+        return result.bug(
             f"Step {odd.number} of a run ({odd.what}) is {odd.apart:.3g} C away from what its samples contribute alone "
-            f"({many} of {len(steps)} steps are). Look for sums of earlier steps that are added again, on an empty "
-            "batch perhaps, and for factors, norms or thresholds that are kept or changed from step to step."
-        )
-        return Finding(NAME, BUG, text, odd.apart, None, APART[probe.optimizer], data=data)
-    data["steps"] = len(steps)
-    return Finding(NAME, OK, f"A batch is the sum of its samples, to {max(worst, 0):.1e} of one's contribution, in "
-                   f"{tried} batches.", worst, None, bound, data=data)  # fmt: skip
-
-
-def _apart(step: Step) -> float:
-    return step.apart
-
-
-def _norms(probe: Probe) -> list[float]:
-    """C below samples' gradients, among them and above; where none are clipped, any."""
-    regime = probe.regime
-    found = [regime.norm if regime.kind in ("linear", "switched") else 1.0]
-    typical = ordinary_norm(probe)
-    return found + ([typical * share for share in SHARES] if typical is not None else [])
+            f"({len(many)} of {len(steps)} steps are). Look for sums of earlier steps that are added again, on an "
+            "empty batch perhaps, and for factors, norms or thresholds that are kept or changed from step to step.",
+            odd.apart, None, limit,
+        )  # fmt: skip
+    text = f"A batch is the sum of its samples, to {max(worst, 0):.1e} of one's contribution, in {len(found)} batches."
+    return result.passed(text, worst, None, bound)
 
 
 def _pool(probe: Probe) -> dict[str, Batch]:
@@ -97,7 +78,7 @@ def _pool(probe: Probe) -> dict[str, Batch]:
             sample = weak(probe, share, 301)
             probe.change([probe.together([sample, pool["0"]])], 1.0)
             pool[name] = sample
-    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+    if is_floats(x):
         pool["large inputs"] = rows(x, [3]) * np.asarray(30, x.dtype), rows(y, [3])
     return pool
 
@@ -107,10 +88,9 @@ def _companies(pool: dict[str, Batch], linear: bool) -> Iterator[tuple[str, list
     yield "ordinary samples", some
     for size in (2, ORDINARY):
         yield f"{size} ordinary samples and one of a huge gradient", [*some[:size], "huge"]
-    for name in ("none", "small"):
-        if name in pool:
-            yield f"an ordinary sample, two of {name} gradient", ["0", name, name]
-            yield f"a huge gradient and an ordinary one, four of {name} gradient", ["huge", *[name] * 4, "1"]
+    for name in [each for each in ("none", "small") if each in pool]:
+        yield f"an ordinary sample, two of {name} gradient", ["0", name, name]
+        yield f"a huge gradient and an ordinary one, four of {name} gradient", ["huge", *[name] * 4, "1"]
     if "large inputs" in pool:
         yield "ordinary samples and one of large inputs", [*some, "large inputs"]
     if linear:
@@ -133,7 +113,7 @@ def _sums(probe: Probe, pool: dict[str, Batch], norm: float) -> Iterator[tuple[f
 
 def _second_steps(probe: Probe, pool: dict[str, Batch], norm: float) -> Iterator[tuple[float, str]]:
     """Replacing a sample of the second step against replacing one of the first: a momentum is the same in both."""
-    if probe.optimizer != "sgd" or probe.regime.kind not in ("linear", "switched"):
+    if probe.optimizer != "sgd" or not probe.answers_to_norm:
         return
     below = norm == probe.regime.norm
     if below and probe.regime.kind == "linear":

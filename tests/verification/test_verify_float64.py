@@ -11,8 +11,7 @@ from torch import nn
 import fastdp
 from fastdp.engine.gradients import Gradients
 from fastdp.errors import VerificationError
-from fastdp.verification import rounding
-from fastdp.verification.records import doubled
+from fastdp.verification import float64
 
 
 class Rounds(nn.Module):
@@ -56,7 +55,7 @@ def test_rounding_is_no_fault():
     model = model_of(Rounds())
     report = fastdp.verify(model, loss, batch())
     assert report.ok and max(report.coupling, report.norm_error, report.sum_error) > 1e-4  # float32 alone would fail
-    assert 1e-5 < report.rounding < rounding.WORST and "float64" in str(report)
+    assert 1e-5 < report.rounding < float64.WORST and "float64" in str(report)
     with pytest.raises(VerificationError):  # who asks for a tolerance gets it
         fastdp.verify(model, loss, batch(), tolerance=1e-4)
     assert fastdp.verify(model_of(), loss, batch()).rounding is None  # float32 was enough
@@ -108,12 +107,3 @@ def test_a_model_that_float64_does_not_run_keeps_its_verdict():
 
     with pytest.raises(VerificationError, match="could tell rounding from a fault"):
         fastdp.verify(model_of(Single()), loss, batch())
-
-
-def test_what_can_be_doubled():
-    assert rounding.may_be_doubled(model_of())
-    assert not rounding.may_be_doubled(model_of().double()) and not rounding.may_be_doubled(nn.Tanh())
-    assert not rounding.may_be_doubled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()))
-    given = {"x": torch.ones(2), "ids": [torch.ones(2, dtype=torch.long)], "name": "a"}
-    found = doubled(given)
-    assert found["x"].dtype == torch.float64 and found["ids"][0].dtype == torch.long and found["name"] == "a"

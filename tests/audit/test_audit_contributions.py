@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fastdp.audit import audit
-from fastdp.audit.crowd import alone, crowd
-from fastdp.audit.every_step import APART, AT_THE_END, moving, walked, worst_at_the_end
 from fastdp.audit.measure import Probe
-from fastdp.audit.sampling import _following, _links
-from fastdp.audit.sizes import wrong_size
+from fastdp.audit.noise_settings import wrong_size
+from fastdp.audit.reference_samples import alone, labelled
+from fastdp.audit.sampling import following, links
+from fastdp.audit.step_contributions import APART, AT_THE_END, moving, off_at_the_end, walked
 
 from . import audit_right as right
 from .audit_hand import FEATURES, Hand, Job
@@ -31,13 +31,13 @@ def test_steps_of_a_right_loop_are_what_samples_contribute_alone(name: str) -> N
     assert max(step.apart for step in steps) < 0.6 * APART[probe.optimizer]
     if name != "bare":
         assert max(step.share for step in [*steps, *moving(probe)]) < 1.001
-    at_the_end = worst_at_the_end(probe)
+    at_the_end = off_at_the_end(probe)
     assert at_the_end is None or at_the_end < 0.5 * AT_THE_END
 
 
 def test_samples_that_count_whole_or_not_are_followed_at_a_large_c_only() -> None:
     probe = Probe(right.HAND["global"](), 5)
-    assert not walked(probe) and worst_at_the_end(probe) is None
+    assert not walked(probe) and off_at_the_end(probe) is None
     assert len(moving(probe)) == 48 and max(step.share for step in moving(probe)) <= 1
 
 
@@ -52,10 +52,10 @@ class Many(Hand):
 
 
 def test_every_class_is_looked_at() -> None:
-    assert {int(y[0]) for _, (_, y) in crowd(Probe(Hand(), 1))} == {0, 1, 2, 3}
-    first, second = ({int(y[0]) for _, (_, y) in crowd(Probe(Many(), seed))} for seed in (1, 2))
+    assert {int(y[0]) for _, (_, y) in labelled(Probe(Hand(), 1))} == {0, 1, 2, 3}
+    first, second = ({int(y[0]) for _, (_, y) in labelled(Probe(Many(), seed))} for seed in (1, 2))
     assert len(first) == len(second) == 64 and first != second and max(first | second) > 50
-    labels = [float(y.flat[np.abs(y).argmax()]) for _, (_, y) in crowd(Probe(right.HAND["regression"](), 1))]
+    labels = [float(y.flat[np.abs(y).argmax()]) for _, (_, y) in labelled(Probe(right.HAND["regression"](), 1))]
     assert min(labels) < -20 and max(labels) > 2 and 0.0 in labels, labels
     assert len(alone(Probe(right.HAND["bare"](), 1))[1]) == 24
 
@@ -81,5 +81,5 @@ def test_independent_draws_are_not_doubted_more_often_than_is_said(rate: float) 
         draw = np.random.default_rng(seed)
         batches = [np.flatnonzero(draw.random(240) < rate) for _ in range(240)]
         sizes = np.array([len(batch) for batch in batches]) - 240 * rate
-        found.append([*(p for p, _ in _links(batches, 240, rate).values()), _following(sizes, 240 * rate * (1 - rate))])
+        found.append([*(p for _, p, _ in links(batches, 240, rate)), following(sizes, 240 * rate * (1 - rate))])
     assert np.min(found) > 1e-4 and (np.asarray(found) < 0.1).mean(0).max() < 0.25

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .audit_hand import Hand, Job, planted
+from .audit_hand import Hand, Job, altered, planted
 
 ALONE, LAW, MOST = "per_sample_independence", "noise_distribution", "sensitivity"
 
@@ -101,10 +101,13 @@ class Multiplied(Hand):
         return super().draw(job, generator) * job.total.abs() / (job.total.square().mean().sqrt() + 1e-30)
 
 
-@planted("no noise on an empty batch", "empty_batch")
-class NoNoiseOnEmpty(Hand):
-    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
-        return (size > 0) * super().noise(job, c, sigma, generator, size, parts)
+altered(
+    "no noise on an empty batch",
+    "empty_batch",
+    noise=lambda self, job, c, sigma, generator, size, parts: (
+        (size > 0) * Hand.noise(self, job, c, sigma, generator, size, parts)
+    ),
+)
 
 
 @planted("noise of the last step's learning rate", LAW)
@@ -171,10 +174,13 @@ class Brought(Hand):
         return total * c * len(y) / (total.norm() + 1e-30)
 
 
-@planted("a hundredth of the gradient as it is", MOST)
-class Leaking(Hand):
-    def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
-        return super().clipped_sum(job, x, y, c) + 0.01 * self.gradients(job, x, y).nansum(0)
+altered(
+    "a hundredth of the gradient as it is",
+    MOST,
+    clipped_sum=lambda self, job, x, y, c: (
+        Hand.clipped_sum(self, job, x, y, c) + 0.01 * self.gradients(job, x, y).nansum(0)
+    ),
+)
 
 
 @planted("the last bias is summed without clipping", MOST)
@@ -194,10 +200,11 @@ class RestUnclipped(Hand):
         return super().clipped_sum(job, x[:32], y[:32], c) + rest
 
 
-@planted("rest of a batch beyond 64 left out", ALONE)
-class RestDropped(Hand):
-    def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
-        return super().clipped_sum(job, x[:64], y[:64], c)
+altered(
+    "rest of a batch beyond 64 left out",
+    ALONE,
+    clipped_sum=lambda self, job, x, y, c: Hand.clipped_sum(self, job, x[:64], y[:64], c),
+)
 
 
 @planted("chunks of four share a factor", ALONE)

@@ -1,4 +1,4 @@
-"""The whole of an examination: plain runs, draws sample by sample, float64, attributes put back."""
+"""Examines a program: plain runs; where these differ, draws per sample, attributes put back, float64."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..batch_axis.python_reads import PythonReads
 from ..errors import FastDPError, SampleMixingError
 from .collating import FAILS, first_line
-from .draws import SampleDraws
-from .looks import Looked, Probe, between_equal_runs, carried, look
+from .comparison import Looked, Probe, between_equal_runs, carried, look
+from .execution import Drew, Loss, Runs
+from .float64 import in_double, judged_in_double, may_be_doubled
+from .random_draws import SampleDraws
 from .records import Records, relabelled
 from .report import VerifyReport
-from .rounding import in_double, judged_in_double, may_be_doubled
-from .runs import Drew, Loss, Runs
-from .state import Attributes, evaluating
+from .state import Kept, evaluating
 
 
 class Examined(NamedTuple):
@@ -42,7 +42,7 @@ class Examination:
         self._judged = judged and self._doubles  # whether float64 may excuse float32
         self._program = (model, loss_fn, params, reduction, options, seed)
         self._reads: list[PythonReads] = []
-        self._first = Attributes(model)  # every look begins with what the modules keep now
+        self._first = Kept(model, "attributes")  # every look begins with what the modules keep now
         self._runs = Runs(*self._program)  # the last that were made
 
     def in_rows(self, pool: Records) -> Records:
@@ -146,7 +146,7 @@ class Examination:
         probes = self.probes if probes is None else probes
         self._first.put_back()
         runs = self._runs = Runs(*self._program)
-        runs.attributes = Attributes(self.model) if attributes else None
+        runs.attributes = Kept(self.model, "attributes") if attributes else None
         try:
             try:
                 if not drawn:
@@ -215,7 +215,7 @@ class Examination:
                 base = base.doubled()
             runs = Runs(*self._program)
             runs.draws = last.draws
-            runs.attributes = None if last.attributes is None else Attributes(self.model)
+            runs.attributes = None if last.attributes is None else Kept(self.model, "attributes")
             try:
                 yield runs, base
             finally:
@@ -262,7 +262,7 @@ class Examination:
     def _changed_attributes(self) -> list[str]:
         """What the modules keep from one call to the next."""
         self._first.put_back()
-        before = Attributes(self.model)
+        before = Kept(self.model, "attributes")
         with contextlib.suppress(Drew, RuntimeError, TypeError, ValueError):
             self._runs.alone(self.base.of([0]))
         changed = before.changed()

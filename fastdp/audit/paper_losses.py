@@ -11,26 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from .finding import BUG, OK, UNDECIDED
 from .measure import Probe, softmax
-from .trainable import Array, AuditError, Batch, Lacking, count, optional
+from .trainable import AuditError, Batch, Lacking, count, optional
 
 RIGHT, WRONG = 0.01, 0.99  # p-values of "slope 0": below, the dependence is there; above, it is not
 WARM_UP = 5  # steps of Adam before the one that is looked at, whose first moves all parameters equally far
 WARM_NORM = 1.0  # C of those; the paper gives none
-
-
-def p_of_slope(x: Sequence[float] | Array, y: Sequence[float] | Array) -> tuple[float, float]:
-    """(slope, p-value of slope 0) of a regression t-test as it is, with no floor under its precision.
-
-    Values that are all equal have slope 0 and p = 1.
-    """
-    if np.ptp(y) == 0:
-        return 0.0, 1.0
-    found = stats.linregress(x, y)
-    return float(found.slope), float(found.pvalue)
 
 
 def loss_of(probe: Probe, model: Any, batch: Batch) -> float:
@@ -51,31 +39,31 @@ def loss_of(probe: Probe, model: Any, batch: Batch) -> float:
     return float(-(soft * logs).sum(1).mean())
 
 
-def warm_batches(probe: Probe, steps: int, size: int, trial: int = 0) -> list[Batch]:
-    return [probe.data(size, 401 + 50 * trial + k) for k in range(steps)]
+def warm_batches(probe: Probe, asked: int | None, sgd: int, size: int, trial: int = 0) -> list[Batch]:
+    """Batches of the warm-up steps: as many as are asked for, or else the paper's.
+
+    sgd: how many for SGD; none without retune().
+    """
+    if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 0):
+        raise AuditError(f"warm_up must be a number of steps, 0 or more, not {asked!r}")
+    if asked is None and probe.optimizer == "adam":
+        asked = WARM_UP
+    elif asked is None:
+        asked = sgd if getattr(probe.trainable, "retune", None) is not None else 0
+    return [probe.data(size, 401 + 50 * trial + k) for k in range(asked)]
 
 
 def begun(probe: Probe, warm: Sequence[Batch], norm: float, sigma: float = 0.0, size: int = 1, seed: int = 1) -> Any:
     """A model after the warm-up steps (no noise, C = 1), whose next step has this C, sigma and batch size."""
-    model = probe.trainable.build(probe.seed)
+    model, noise = probe.trainable.build(probe.seed), probe.noise_seed(seed)
     if warm:
         retune = optional(
             probe.trainable, "retune",
             "to change C and sigma after the warm-up steps, with the optimizer's state kept",
         )  # fmt: skip
-        trained(probe, model, warm, WARM_NORM, 0.0, seed)
-        retune(model, clipping_norm=norm, noise_multiplier=sigma, batch_size=size, seed=probe.noise_seed(seed))
+        probe.run(model, warm, WARM_NORM, 0.0, noise)
+        retune(model, clipping_norm=norm, noise_multiplier=sigma, batch_size=size, seed=noise)
     return model
-
-
-def trained(probe: Probe, model: Any, batches: Sequence[Batch], norm: float, sigma: float, seed: int) -> Array:
-    """Train on, and return the parameters. The steps are counted."""
-    probe.count(len(batches))
-    with np.errstate(all="ignore"):
-        found = probe.trainable.run(
-            model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=probe.noise_seed(seed)
-        )
-    return np.asarray(found.parameters, dtype=np.float64)
 
 
 def change_in_loss(
@@ -86,19 +74,8 @@ def change_in_loss(
     model = begun(probe, warm, norm, sigma, count(batch[1]), seed)
     where = batch if on is None else on
     before = loss_of(probe, model, where)
-    trained(probe, model, [batch], norm, sigma, seed)
+    probe.run(model, [batch], norm, sigma, probe.noise_seed(seed))
     return loss_of(probe, model, where) - before, before
-
-
-def warm_up_of(probe: Probe, asked: int | None, sgd: int) -> int:
-    """How many warm-up steps: those asked for, or else the paper's. A step of SGD without retune() has none."""
-    if asked is not None:
-        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
-            raise AuditError(f"warm_up must be a number of steps, 0 or more, not {asked!r}")
-        return asked
-    if probe.optimizer == "adam":
-        return WARM_UP
-    return sgd if getattr(probe.trainable, "retune", None) is not None else 0
 
 
 def rounding(probe: Probe, loss: float) -> float:
@@ -126,18 +103,19 @@ def synthesized(probe: Probe, most: int, alpha: float, warm: Sequence[Batch]) ->
     the probabilities and the logits: with y = -alpha * probabilities, the gradient of softmax cross-entropy is
     sum(y) p - y = 0.
     """
-    kind = optional(probe.trainable, "loss_kind", "for samples whose gradient is zero")
-    predict = optional(probe.trainable, "predict", "for samples whose gradient is zero")
+    kind, predict = (
+        optional(probe.trainable, name, "for samples whose gradient is zero") for name in ("loss_kind", "predict")
+    )
     model = begun(probe, warm, WARM_NORM)
-    x, y = probe.data(max(most - 1, 1), 3)
-    one, of_one = probe.data(1)
+    (x, y), (one, of_one) = probe.data(max(most - 1, 1), 3), probe.data(1)
     still, strong = (np.asarray(predict(model, inputs), dtype=float) for inputs in (x, one))
-    if kind == "mse":
-        return ((x, probe.labels_like(x, still).reshape(np.shape(y))),
-                (one, probe.labels_like(one, -alpha * strong).reshape(np.shape(of_one))))  # fmt: skip
-    if still.ndim != 2:
+    if kind != "mse" and still.ndim != 2:
         raise Lacking(f"needs logits [B, K] of predict() for samples without gradient, not {still.shape}")
-    return (x, probe.labels_like(x, softmax(still))), (one, probe.labels_like(one, -alpha * strong))
+    none = probe.labels_like(x, still if kind == "mse" else softmax(still))
+    large = probe.labels_like(one, -alpha * strong)
+    if kind == "mse":
+        none, large = none.reshape(np.shape(y)), large.reshape(np.shape(of_one))
+    return (x, none), (one, large)
 
 
 def judged(p: float, what: str, on: str, bug: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A look at some samples: alone, together, and in other batches; and what is said of what was found."""
+"""Compares samples' gradients in a batch, and in other batches, with one-sample gradients; words differences."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import FastDPError, SampleMixingError
-from .noise import DRAWS, Rows, apart, last_bits, least_sizes, norms_of, only_rounding, places_of
+from .coupled_module import BEFORE, where_coupled
+from .execution import Found, Miscounted, Runs
 from .records import Records
 from .report import VerifyReport, largest
-from .runs import Found, Miscounted, Runs
-from .where import BEFORE, where_coupled
+from .rounding_noise import DRAWS, Rows, apart, last_bits, least_sizes, norms_of, only_rounding, places_of
 
 
 class Looked(NamedTuple):
@@ -235,12 +235,9 @@ def _listed(sizes: Iterable[int]) -> str:
 
 def _coupling(runs: Runs, base: Records, ours: Rows, sizes: Tensor) -> float:
     """Largest change of a sample's gradient when all others are replaced by copies of it."""
-    moves, size = [], base.samples
-    for i in {0, size - 1}:
-        other = runs.engine(base.of([i] * size), rows=True).rows
-        moved = sum(float((other[name][i] - g[i]).square().sum()) for name, g in ours.items()) ** 0.5
-        moves.append(moved / float(sizes[i]))
-    return largest(moves)
+    ends = {0, base.samples - 1}
+    moved = {i: apart(ours, runs.engine(base.of([i] * base.samples), rows=True).rows) for i in ends}
+    return largest(float(moved[i][i] / sizes[i]) for i in ends)
 
 
 def _by_place(runs: Runs, base: Records) -> float:
@@ -253,8 +250,7 @@ def _by_place(runs: Runs, base: Records) -> float:
 def between_equal_runs(runs: Runs, base: Records) -> float:
     """How far two equal runs are apart, relative to the largest gradient."""
     one, other = runs.engine(base, rows=True).rows, runs.engine(base, rows=True).rows
-    moved = norms_of({name: other[name] - g for name, g in one.items()}).max()
-    return largest([float(moved / norms_of(one).max().clamp(min=1e-30))])
+    return largest([float(apart(one, other).max() / norms_of(one).max().clamp(min=1e-30))])
 
 
 def carried(runs: Runs, base: Records) -> float:
@@ -266,8 +262,7 @@ def carried(runs: Runs, base: Records) -> float:
         found.append(runs.alone(last, fresh=False))
     runs.put_back()
     one, other = ({name: g[None] for name, g in rows.items()} for rows in found)
-    moved = norms_of({name: other[name] - g for name, g in one.items()})
-    return largest([float(moved / norms_of(one).clamp(min=1e-30))])
+    return largest([float(apart(one, other) / norms_of(one).clamp(min=1e-30))])
 
 
 # --------------------------------------------------------------------------- in words
@@ -334,8 +329,7 @@ def _miscounted(count: Miscounted, records: Records, tolerance: float) -> Verify
         )
     else:
         problem += "Say which rows are whose, by fastdp.mark_rows, rows_per_sample= or batch_size=."
-    infinite = float("inf")
-    return VerifyReport(records.samples, infinite, infinite, infinite, tolerance, {}, problem)
+    return VerifyReport.failed(records.samples, tolerance, problem)
 
 
 # --------------------------------------------------------------------------- numbers

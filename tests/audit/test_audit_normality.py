@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fastdp.audit import law
+from fastdp.audit.normality import LEVEL, DeferredCheck, groups, over_steps, pairs, shape, worst
 
 STEPS, SIZE = 472, 276
 Array = np.ndarray
@@ -18,10 +18,10 @@ def normal(seed: int, steps: int = STEPS, size: int = SIZE) -> Array:
     return np.random.default_rng(seed).normal(size=(steps, size))
 
 
-def doubts(z: Array) -> dict[str, law.Doubt]:
+def doubts(z: Array) -> dict[str, DeferredCheck]:
     z = z / np.sqrt(np.mean(z**2))
-    return {"shape": law.worst(list(law.shape(z))), "groups": law.worst(list(law.groups(z, BLOCKS))),
-            "steps": law.worst(list(law.over_steps(z))), "pairs": law.worst(list(law.pairs(z)))}  # fmt: skip
+    found = {"shape": shape(z), "groups": groups(z, BLOCKS), "steps": over_steps(z), "pairs": pairs(z)}
+    return {name: worst(doubts) for name, doubts in found.items()}
 
 
 @pytest.mark.parametrize(("steps", "size"), [(STEPS, SIZE), (64, 2000), (560, 8), (24, SIZE), (24, 8), (3, 276)])
@@ -71,15 +71,15 @@ def test_wrong_noise_is_doubted(name: str) -> None:
     where, change = WRONG[name]
     for seed in range(3):
         found = doubts(change(normal(seed)))
-        assert found[where].p_value < law.LEVEL and found[where].what, found
+        assert found[where].p_value < LEVEL and found[where].what, found
 
 
 def test_a_run_of_24_steps_shows_a_step_without_noise() -> None:
     for size in (8, SIZE):
-        assert doubts(without(normal(1, 24, size), np.s_[9::10]))["steps"].p_value < law.LEVEL
+        assert doubts(without(normal(1, 24, size), np.s_[9::10]))["steps"].p_value < LEVEL
 
 
 def test_rounding_is_not_taken_for_values_that_come_too_often() -> None:
     coarse = np.round(normal(3) * 2000) / 2000
-    assert law.worst(list(law.shape(coarse / coarse.std(), 5e-4))).p_value > 1e-3
-    assert law.worst(list(law.shape(np.round(normal(3) * 100) / 100))).p_value < law.LEVEL
+    assert worst(shape(coarse / coarse.std(), 5e-4)).p_value > 1e-3
+    assert worst(shape(np.round(normal(3) * 100) / 100)).p_value < LEVEL

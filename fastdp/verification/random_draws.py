@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..batch_axis import probing
 from ..engine.mode_stack import Dispatching
 from ..utils.code_location import FASTDP, TORCH
-from .draw import SHARED, Draw, Piece, default_generator, untouched
+from .random_operation import SHARED, Draw, Piece, default_generator, untouched
 
 _UNTAGGED = {"random_", "random", "_sample_dirichlet", "binomial"}  # by torch, though they draw
 _RATES = ("dropout_p", "dropout", "p")  # arguments that are zero where nothing is drawn

@@ -1,17 +1,16 @@
-"""In which module samples come to depend on one another."""
+"""Finds the first module whose output for a sample changes with the other samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batch_axis.inputs import nested_tensors
+from .execution import Drew, Runs
 from .records import Records
-from .runs import Drew, Runs
 
 Outputs = list[tuple[str | None, list[Tensor]]]
 BEFORE = "before the model, in what the loss function gives it"
@@ -35,23 +34,18 @@ def where_coupled(runs: Runs, records: Records) -> str:
     return ""
 
 
-def _given(found: Outputs) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that notes what the model is called with, under no module's name."""
-    return lambda _, args, kwargs: found.append(
-        (None, [t.detach().clone() for t in nested_tensors((args, kwargs)) if t.is_floating_point()])
-    )
-
-
 def _outputs(runs: Runs, records: Records) -> Outputs:
-    """What each call of a module returned, in their order."""
+    """What the model was called with, under no module's name, and what each call of a module returned, in order."""
     found: Outputs = []
-    handles = [runs.model.register_forward_pre_hook(_given(found), with_kwargs=True)]
-    for path, module in runs.model.named_modules():
 
-        def hook(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
-            found.append((path, [t.detach().clone() for t in nested_tensors(out) if t.is_floating_point()]))
+    def noted(path: str | None, values: Any) -> None:
+        found.append((path, [t.detach().clone() for t in nested_tensors(values) if t.is_floating_point()]))
 
-        handles.append(module.register_forward_hook(hook))
+    before = runs.model.register_forward_pre_hook(lambda _, *given: noted(None, given), with_kwargs=True)
+    handles = [before] + [
+        module.register_forward_hook(lambda _, __, out, path=path: noted(path, out))
+        for path, module in runs.model.named_modules()
+    ]
     try:
         with runs.run(records.names), torch.no_grad():
             runs.loss_fn(runs.model, records.batch)

@@ -1,4 +1,4 @@
-"""Runs of a program: by the engine, and by plain torch for one sample at a time; all from the same beginning."""
+"""Runs a program by the engine, or by plain torch for one sample at a time, always from the same state and seeds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..batch_axis.python_reads import PythonReads
 from ..data.random_generators import RandomNumbers, devices_of, generators_of
 from ..engine.per_sample import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
-from .draws import SampleDraws
-from .noise import disturb, last_bits, nodes_of
+from .random_draws import SampleDraws
 from .records import Records
-from .state import Attributes, Buffers
+from .rounding_noise import disturb, last_bits, nodes_of
+from .state import Kept
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -55,16 +55,15 @@ class Runs:
         self.model, self.loss_fn, self.params, self.reduction = model, loss_fn, params, reduction
         self.options, self.seed = options, seed
         self.draws: SampleDraws | None = None  # where the program draws
-        self.attributes: Attributes | None = None  # put back before every run as well, if set
+        self.attributes: Kept | None = None  # put back before every run as well, if set
         self.outside: dict[str, None] = {}  # generators outside of torch that were drawn from
         self.hidden = False  # whether torch's generator was drawn from by what no mode sees
         self.moved: list[str] = []  # buffers and attributes that a run changed
         self.reads: list[PythonReads] = []
         self.reordered = False  # whether the program was seen to put the samples into another order
         self.rounding: np.random.Generator | None = None  # changes the last bits in backwards of one sample, if set
-        self._buffers, self._devices = Buffers(model), devices_of(model)
+        self._buffers, self._devices = Kept(model, "buffers"), devices_of(model)
         self._own = RandomNumbers(set(), generators_of(model, loss_fn))
-        self._by_backward = False
         engine = self._attached(1)
         try:
             chosen = set(engine.named_parameters())
@@ -167,32 +166,21 @@ class Runs:
             engine.detach()
 
     def alone(self, records: Records, fresh: bool = True) -> dict[str, Tensor]:
-        """The gradient of a batch of one sample by plain torch: the sum over its records."""
-        wanted = list(self.named.values())
-        found: tuple[Tensor | None, ...] | None = None
-        if not self._by_backward:
-            try:
-                with self.run(records.names, fresh):
-                    found = torch.autograd.grad(self._scaled(records), wanted, allow_unused=True)
-            except RuntimeError as error:
-                if "reentrant" not in str(error):
-                    raise
-                self._by_backward = fresh = True  # reentrant checkpointing refuses autograd.grad
-        if found is None:
-            with self.run(records.names, fresh):
-                found = self._grads_by_backward(self._scaled(records))
-        self.note_moved()
-        return {
-            name: torch.zeros_like(p).double() if g is None else g.double()
-            for (name, p), g in zip(self.named.items(), found, strict=True)
-        }
+        """The gradient of a batch of one sample by plain torch: the sum over its records.
 
-    def _grads_by_backward(self, loss: Tensor) -> tuple[Tensor | None, ...]:
-        with _others_grads(loss):
-            loss.backward()  # type: ignore[no-untyped-call]
-            found = tuple(p.grad for p in self.named.values())
-            for p in self.model.parameters():
-                p.grad = None
+        By backward(), as reentrant checkpointing refuses autograd.grad.
+        """
+        with self.run(records.names, fresh):
+            loss = self._scaled(records)
+            with _others_grads(loss):
+                loss.backward()  # type: ignore[no-untyped-call]
+                found = {
+                    name: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
+                    for name, p in self.named.items()
+                }
+                for p in self.model.parameters():
+                    p.grad = None
+        self.note_moved()
         return found
 
     def _attached(self, samples: int) -> PerSampleGradients:
