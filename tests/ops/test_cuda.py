@@ -22,8 +22,11 @@ from typing import Any
 import pytest
 import torch
 
+from fastdp import ops
 from fastdp.ops import checks as op_checks
-from fastdp.ops import cuda
+from fastdp.ops import cuda, registry
+from fastdp.ops.registry import OPERATORS
+from fastdp.ops.trials import trials
 
 from . import cuda_checks as checks
 from . import cuda_sample_checks as sample_checks
@@ -150,11 +153,26 @@ def hooks() -> emulation.Hooks:
     return emulation.Hooks()
 
 
+def is_cuda(operator: registry.Operator) -> bool:
+    return "cuda" in operator.kernels and operator.kernels["cuda"].backend == "CUDA C++"
+
+
+def serve(patch: pytest.MonkeyPatch) -> None:
+    """The emulated kernels, in place of the C++ ones."""
+    module = emulation.module()
+    patch.setattr(cuda, "_native", lambda: module)
+    patch.setattr(cuda, "_place", lambda device: (0, 0))
+    patch.setattr(registry, "native_cuda", lambda: module)
+    for operator in OPERATORS.values():
+        if is_cuda(operator):
+            kernel = registry.Kernel("CUDA C++", operator.kernels["cuda"]._own.__wrapped__)
+            patch.setitem(operator.kernels, "cpu", kernel)
+
+
 @pytest.fixture(params=[False, True], ids=["forward", "reversed"])
 def emulated(request: pytest.FixtureRequest, hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """fastdp.ops.cuda on the emulated kernels, blocks and threads in one order and in the other."""
-    monkeypatch.setattr(cuda, "_native", emulation.module)
-    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    """CUDA's operators by the emulated kernels, blocks and threads in one order and in the other."""
+    serve(monkeypatch)
     hooks.reverse(request.param)
     hooks.failed_assertions()
     yield "cpu"
@@ -162,69 +180,49 @@ def emulated(request: pytest.FixtureRequest, hooks: emulation.Hooks, monkeypatch
     assert hooks.failed_assertions() == 0
 
 
-CHECKS = [
-    checks.check_block_function,
-    checks.check_transform,
-    checks.check_shards,
-    checks.check_edges,
-    checks.check_std_is_never_rounded_down,
-    checks.check_many_tensors,
-    checks.check_mixed_types,
-    checks.check_counter,
-    checks.check_without_noise,
-    sample_checks.check_clip_factors,
-    sample_checks.check_embedding_long_segments,
-    sample_checks.check_embedding_layouts,
-]
+ON = checks.On("cpu")  # where the emulation serves
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_emulated(check: Callable[[str], None], emulated: str) -> None:
+@pytest.mark.parametrize("check", [*checks.CHECKS, *checks.OF_CUDA], ids=lambda check: check.__name__)
+def test_emulated(check: Callable[[checks.On], None], emulated: str) -> None:
+    check(ON)
+
+
+@pytest.mark.parametrize("check", sample_checks.CHECKS, ids=lambda check: check.__name__)
+def test_emulated_samples(check: Callable[[str], None], emulated: str) -> None:
     check(emulated)
 
 
 @pytest.mark.parametrize("dtype", checks.FLOATS)
-@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, sample_checks.check_embedding])
-def test_emulated_by_type(check: Callable[[str, torch.dtype], None], dtype: torch.dtype, emulated: str) -> None:
-    check(emulated, dtype)
+def test_emulated_by_type(dtype: torch.dtype, emulated: str) -> None:
+    checks.check_noise(ON, dtype)
+    sample_checks.check_embedding(emulated, dtype)
 
 
-PAIRS = [(dtype, dtype) for dtype in checks.FLOATS] + [(dtype, torch.float32) for dtype in checks.HALF]
-SGD = [
-    {},
-    {"weight_decay": 0.1, "maximize": True},
-    {"momentum": 0.9},
-    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-    {"momentum": 0.8, "nesterov": True, "maximize": True},
-]
-ADAMW = [
-    {"weight_decay": 0.1},
-    {"weight_decay": 0.0, "maximize": True},
-    {"weight_decay": 0.1, "decoupled": False},
-    {"weight_decay": 0.1, "decoupled": False, "maximize": True},
-]
+@pytest.mark.parametrize(("dtype", "state_dtype"), checks.PAIRS)
+@pytest.mark.parametrize(("rule", "options"), checks.RULES)
+def test_emulated_steps(rule: Any, options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
+    rule(ON, dtype, state_dtype, **options)
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
-@pytest.mark.parametrize("options", SGD)
-def test_emulated_sgd(options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
-    checks.check_sgd(emulated, dtype, state_dtype, **options)
-
-
-@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
-@pytest.mark.parametrize("options", ADAMW)
-def test_emulated_adamw(options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
-    checks.check_adamw(emulated, dtype, state_dtype, **options)
+@pytest.mark.parametrize("name", [name for name, each in OPERATORS.items() if "cpu" in each.kernels and is_cuda(each)])
+def test_operators_reach_their_kernels(name: str, emulated: str) -> None:
+    """As the dispatcher calls them: with the schema's arguments, and nothing returned where it has nothing."""
+    returns = torch.ops.fastdp
+    returns = getattr(getattr(returns, OPERATORS[name].packet), OPERATORS[name].overload)._schema.returns
+    for trial in trials(name, torch.device("cpu"), torch.float32):
+        found = OPERATORS[name].implementation("cpu")(*trial.args, **trial.kwargs)
+        assert (found is None) == (not returns)
+    ops.check_kernel(name, device="cpu")
 
 
 def test_results_do_not_depend_on_the_order_of_threads(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_native", emulation.module)
-    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    serve(monkeypatch)
     ids, g = sample_checks.look_up(3, 200, 130, 9, torch.float32)
     results = []
     for reverse in (False, True):
         hooks.reverse(reverse)
-        params, _, offsets = checks.problem(torch.float32, "cpu")
+        params, offsets = checks.problem(torch.float32, "cpu")
         cuda.noisy_sgd_step_(params, checks.sums_like(params, 0), [], offsets, step=1, **checks.COMMON)
         embedded = cuda.embedding_norm_sq(ids, g, dtype=torch.float64)
         summed = cuda.embedding_clipped_sum(ids, g, torch.rand(3, generator=torch.Generator().manual_seed(1)), 9)
@@ -305,8 +303,7 @@ def test_a_failed_launch_names_the_kernel(emulated: str, hooks: emulation.Hooks)
 
 def test_ids_outside_the_table_write_nothing(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fail the device assertion, which on a GPU ends the kernel; nothing is written before."""
-    monkeypatch.setattr(cuda, "_native", emulation.module)
-    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    serve(monkeypatch)
     hooks.failed_assertions()
     whole = torch.zeros(7, 4)
     ids = torch.tensor([[-3, 0, 5, 1, 2**40]])
