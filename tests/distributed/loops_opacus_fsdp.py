@@ -167,9 +167,8 @@ def nested(model: nn.Module) -> nn.Module:
 
 def opacus_fsdp_exact(rank: int, world: int) -> None:
     for options in (
-        {}, {"kind": "tied"}, {"kind": "frozen"}, {"kind": "lora", "wrap": only_the_root}, {"accumulate": 2},
-        {"wrap": kept_for_the_backward}, {"kind": "derived", "wrap": nested}, {"kind": "checkpointed"},
-        {"wrap": some_left_out},
+        {"kind": "tied"}, {"kind": "lora", "wrap": only_the_root}, {"accumulate": 2},
+        {"wrap": kept_for_the_backward}, {"kind": "derived", "wrap": nested}, {"wrap": some_left_out},
     ):  # fmt: skip
         try:
             exact(rank, world, **options)
@@ -316,7 +315,6 @@ def opacus_fsdp_exact_with_the_rest(rank: int, world: int) -> None:
 
 
 CASES: dict[str, Any] = {
-    "opacus, ghost_fsdp": trains,
     "opacus, ghost_fsdp, parts": functools.partial(trains, physical=2),
     "opacus, ghost_fsdp, without noise": functools.partial(trains, physical=3, by_hand=True, noise_multiplier=0.0),
     "opacus, ghost_fsdp, sum": functools.partial(

@@ -262,9 +262,7 @@ def check_many_tensors(on: On) -> None:
     params, offsets = problem(torch.float32, on.device, [(k % 5,) for k in range(1000)])
     alone = [p.clone() for p in params]
     sums = sums_like(params, 0)
-    noisy_adamw_step_(
-        params, [s.clone() for s in sums], *adamw_state(params), offsets, step=1, t=1, **COMMON, **ADAMW
-    )
+    noisy_adamw_step_(params, [s.clone() for s in sums], *adamw_state(params), offsets, step=1, t=1, **COMMON, **ADAMW)
     for k in (0, 1, 447, 448, 449, 896, 999):
         one = slice(k, k + 1)
         state = adamw_state(alone[one])
@@ -333,6 +331,8 @@ RULES: list[tuple[Any, dict[str, Any]]] = [
     (check_adamw, {"weight_decay": 0.1, "decoupled": False}),
     (check_adamw, {"weight_decay": 0.1, "decoupled": False, "maximize": True}),
 ]
-CHECKS = [check_shards, check_edges, check_std_is_never_rounded_down, check_many_tensors, check_mixed_types, check_counter,
-          check_without_noise]  # fmt: skip
+CHECKS = [
+    check_shards, check_edges, check_std_is_never_rounded_down, check_many_tensors, check_mixed_types, check_counter,
+    check_without_noise,
+]  # fmt: skip
 OF_CUDA = [check_block_function, check_transform]  # of functions that only the CUDA module has

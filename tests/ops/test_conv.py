@@ -16,7 +16,18 @@ from fastdp.ops import bounds, conv, conv_clipped_sum, conv_norm_sq, conv_per_sa
 from fastdp.ops.geometry import Geometry, geometry_of, spatial
 from fastdp.ops.linear import METHODS
 
-from .backends import DTYPES, NATIVE, TRITON, asked, assert_equal_bits, assert_norms, assert_sums, random, sum_of, weighted
+from .backends import (
+    DTYPES,
+    NATIVE,
+    TRITON,
+    asked,
+    assert_equal_bits,
+    assert_norms,
+    assert_sums,
+    random,
+    sum_of,
+    weighted,
+)
 
 FORWARD = [F.conv1d, F.conv2d, F.conv3d]
 TRANSPOSED = [F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d]
@@ -304,7 +315,11 @@ def test_positions_are_divided_exactly(backend: str) -> None:
         assert torch.equal(found, x // y), y
 
     def constants(width: int, stride: int = 1) -> dict[str, Any]:
-        x = torch.empty(1, device="meta").expand(1, 2, 1, 4, width).as_strided((1, 2, 1, 4, width), (1, stride, 1, 1, 1))
+        x = (
+            torch.empty(1, device="meta")
+            .expand(1, 2, 1, 4, width)
+            .as_strided((1, 2, 1, 4, width), (1, stride, 1, 1, 1))
+        )
         ones = (1, 1, 1)
         g = torch.empty(1, 2, 4 * width, device="meta")
         return Problem(x, g, (4, width), ThreeSizes(ones, ones, (0, 0, 0), ones), 1, (2, 2, 1, 1)).constants()

@@ -1,7 +1,5 @@
 """The CUDA kernels without a GPU: nvcc compiles them without spills, and the same sources, compiled by g++ with a
 stand-in for CUDA (tests/emulation), agree with the references.
-
-`python -m tests.ops.test_cuda` prints each kernel's registers and shared memory.
 """
 
 import functools
@@ -67,7 +65,7 @@ def compiled(source: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 "file": source.name,
-                "kernel": readable(name),
+                "kernel": name,
                 "sm": int(target),
                 "registers": number(r"Used (\d+) registers"),
                 "shared": number(r"(\d+) bytes smem"),
@@ -76,16 +74,6 @@ def compiled(source: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def readable(name: str) -> str:
-    """A kernel's name and its types from the mangled name."""
-    types = {"f": "float", "d": "double", "6__half": "half", "13__nv_bfloat16": "bfloat16"}
-    words = re.findall(r"\d+(prepare_step|noisy_step|noise|chacha20|transform|clip_factors|embedding_\w+?|sum_\w+?"
-                       r"|AdamW|Sgd)(?=I|E|P|v|N)", name)  # fmt: skip
-    arguments = re.findall(r"I(f|d|6__half|13__nv_bfloat16)(?:(f|d|S\d*_|6__half|13__nv_bfloat16))?E", name)
-    inner = ", ".join(types.get(a, "same") for a in (arguments[0] if arguments else ()) if a)
-    return " ".join(words) + (f" <{inner}>" if inner else "")
 
 
 @functools.cache
@@ -113,19 +101,7 @@ def test_every_kernel_compiles_without_spills_for_every_target() -> None:
     # what the launch needs: 3 blocks of 256 threads a multiprocessor in float, one in double
     steps = [row for row in rows if "noisy_step" in row["kernel"]]
     assert len(steps) == 36
-    assert all(row["registers"] <= (255 if "double" in row["kernel"] else 80) for row in steps)
-
-
-def table() -> str:
-    """kernel, then registers and bytes of shared memory by target."""
-    lines = [f"{'kernel':<44}" + "".join(f"{f'sm_{t} regs':>12}{'smem':>6}" for t in TARGETS)]
-    by_kernel: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for row in resources():
-        by_kernel.setdefault((row["file"], row["kernel"]), {})[row["sm"]] = row
-    for (file, kernel), each in sorted(by_kernel.items()):
-        cells = "".join(f"{each[t]['registers']:>12}{each[t]['shared']:>6}" for t in TARGETS)
-        lines.append(f"{file.removesuffix('.cu') + ': ' + kernel:<44}{cells}")
-    return "\n".join(lines)
+    assert all(row["registers"] <= (255 if "IdE" in row["kernel"] or "Idd" in row["kernel"] else 80) for row in steps)
 
 
 def test_a_build_of_cuda_that_is_asked_for_fails_where_it_cannot_be_made(tmp_path: Path) -> None:
@@ -316,7 +292,3 @@ def test_without_the_module_the_reason_is_given(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cuda, "native_cuda", lambda: "fastdp._CUDA is not installed: reinstall")
     with pytest.raises(RuntimeError, match="no CUDA kernels: fastdp._CUDA is not installed"):
         cuda._native()
-
-
-if __name__ == "__main__":
-    print(table())

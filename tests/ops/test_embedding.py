@@ -129,7 +129,9 @@ def test_layouts_and_id_types(backend: str) -> None:
     norms, total = embedding_norm_sq(ids, g), embedding_clipped_sum(ids, g, c, 5)
     assert torch.equal(embedding_norm_sq(spread.int(), g), norms)
     assert torch.equal(embedding_norm_sq(ids.view(4, 2, 3), g.view(4, 2, 3, 8)), norms)
-    torch.testing.assert_close(embedding_clipped_sum(spread, g.transpose(0, 1).contiguous().transpose(0, 1), c, 5), total)
+    torch.testing.assert_close(
+        embedding_clipped_sum(spread, g.transpose(0, 1).contiguous().transpose(0, 1), c, 5), total
+    )
 
 
 def test_threads_change_no_bit() -> None:
@@ -143,7 +145,12 @@ def test_threads_change_no_bit() -> None:
 
 def head(b: int, k: int, t: int, d: int, v: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     ids = torch.arange(b * k).view(b, k) * 7 % v
-    return (ids, random(b, k, d, dtype=dtype), random(b, t, d, dtype=dtype, seed=1), random(b, t, v, dtype=dtype, seed=2))
+    return (
+        ids,
+        random(b, k, d, dtype=dtype),
+        random(b, t, d, dtype=dtype, seed=1),
+        random(b, t, v, dtype=dtype, seed=2),
+    )
 
 
 def assert_cross(given: tuple[Tensor, ...]) -> None:

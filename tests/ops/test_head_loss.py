@@ -102,7 +102,9 @@ def test_sizes_and_the_other_losses(cut: torch.dtype, shape: tuple[int, ...]) ->
     if y.numel() > 2:
         y[0, 0] = -100
     logits = h @ w.t()
-    torch.testing.assert_close(linear_cross_entropy(h, w, y), token_loss(logits, y, reduction="none"), rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(
+        linear_cross_entropy(h, w, y), token_loss(logits, y, reduction="none"), rtol=2e-5, atol=1e-5
+    )
     if t:
         shifted = causal_lm_loss(logits, y, reduction="none", label_smoothing=0.1)
         torch.testing.assert_close(linear_cross_entropy(h, w, y, shift=True, label_smoothing=0.1), shifted)

@@ -1,4 +1,4 @@
-"""Noise: the RFC's vectors, elements against a scalar truth in Python, what is refused, and keys: copies, forks, seeds."""
+"""Noise: the RFC's vectors, elements against a scalar truth, what is refused, and keys: copies, forks, seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fastdp
 from fastdp.ops import noise
 from fastdp.ops.noise import Noise, noise_
 
-from .backends import CPU, assert_equal_bits, threads
+from .backends import CPU, assert_equal_bits
 from .noise_truth import (
     KEY,
     NATIVE,

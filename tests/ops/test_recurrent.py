@@ -25,24 +25,6 @@ def gates(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_and_gradients_of_weights_are_those_of_torchs_layer(kind: str) -> None:
-    """The gradients by step make those of both matrices, and their clipped sum, by one product each."""
-    layer, x, state = made(kind, 6, 3)
-    steps = recurrent.forward(kind, gates(layer, x), state, layer.weight_hh_l0.detach(), layer.bias_hh_l0.detach())
-    given = tuple(s[None] for s in state)
-    out, last = layer(x, given if kind == "lstm" else given[0])
-    torch.testing.assert_close(steps.states[1:], out.detach(), rtol=1e-12, atol=1e-12)
-    of_out, of_last = torch.randn_like(out), tuple(torch.zeros_like(s) for s in state)
-    of_x, of_product, _ = recurrent.backward(kind, steps, layer.weight_hh_l0.detach(), of_out, of_last)
-    c = torch.tensor([0.3, 0.0, 1.7], dtype=torch.float64)
-    wanted = torch.autograd.grad((out * of_out * c.view(1, 3, 1)).sum(), list(layer.parameters()))
-    found = [torch.einsum("b,tbg,tbi->gi", c, *pair) for pair in ((of_x, x), (of_product, steps.states[:-1]))]
-    found += [torch.einsum("b,tbg->g", c, rows) for rows in (of_x, of_product)]
-    for name, one, truth in zip(("w_ih", "w_hh", "b_ih", "b_hh"), found, wanted, strict=True):
-        torch.testing.assert_close(one, truth, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_sample_leaves_the_others_as_they_are(kind: str) -> None:
     layer, x, state = made(kind, 4, 3)
     weight, bias, x = layer.weight_hh_l0.detach(), layer.bias_hh_l0.detach(), gates(layer, x)

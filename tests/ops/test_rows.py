@@ -84,7 +84,8 @@ def test_many_tensors_of_one_shape(
     stacks = [random(*shape, dtype=dtype, seed=n) * 2.0**n for n in range(4)]
     for lies in (stacks[3], stacks[3].transpose(0, -1).contiguous().transpose(0, -1)):
         stacks[3] = lies
-        torch.testing.assert_close(square_sums_of_many(stacks), torch.stack([squares(s) for s in stacks]), rtol=1e-6, atol=0)
+        want = torch.stack([squares(s) for s in stacks])
+        torch.testing.assert_close(square_sums_of_many(stacks), want, rtol=1e-6, atol=0)
         c = torch.linspace(0.1, 1.7, shape[0])
         c[1] = 0
         dropped = [s.clone() for s in stacks[:3]] + [stacks[3]]

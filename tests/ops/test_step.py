@@ -25,7 +25,11 @@ KEY = checks.KEY
 DRAW: dict[str, Any] = {"key": KEY, "step": 7, "std": 0.3, "scale": 0.25}
 ADAM: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 # the reference rounds sums and products of 16-bit states on its way; the interpreter cuts off where a card rounds
-ON = {"reference": checks.On("cpu", 4, single=False), "C++": checks.On("cpu"), "Triton": checks.On("cpu", 2.1, small=True)}
+ON = {
+    "reference": checks.On("cpu", 4, single=False),
+    "C++": checks.On("cpu"),
+    "Triton": checks.On("cpu", 2.1, small=True),
+}
 BACKENDS = pytest.mark.parametrize("backend", [*CPU, *TRITON[:1]], indirect=True)
 
 
