@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.grouping import Grouping
 from ..ops.noise import noise_
-from ..training.grouping import Grouping
-from ..training.optim import DPAdamW
+from ..optim.optimizers import DPAdamW
 from .job import FinetuneError, Job
 from .keys import generators_kept
 from .training import out_of_memory, to_device

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..training.lines import sync_folder
+from ..utils.append_log import sync_folder
 from .job import FinetuneError
 
 KEPT = 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..losses import IGNORE
-from ..training.words import count
+from ..utils.formatting import count
 from .job import FinetuneError
 from .records import Records
 from .tasks import TASKS

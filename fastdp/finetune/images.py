@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..training.words import count, listed
+from ..utils.formatting import count, listed
 from .job import FinetuneError
 from .labels import class_name, label_names
 from .models import first_line, quiet, read

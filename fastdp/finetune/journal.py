@@ -17,7 +17,7 @@ import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..training.lines import append, content_of, line_of, whole_lines
+from ..utils.append_log import append, content_of, line_of, whole_lines
 from .checkpoint import PRIVATE, SaveError, in_words, new_file
 from .job import FinetuneError
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from ..ops.common import bytes_of
 from ..ops.noise import native_status
-from ..training.fused import Release
+from ..optim.fused_update import Release
 from .checkpoint import PRIVATE, new_file
 from .job import FinetuneError
 

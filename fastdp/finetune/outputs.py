@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..training.words import size
+from ..utils.formatting import size
 from .card import Card, write_card
 from .checkpoint import PRIVATE, PUBLIC, UNFINISHED, SaveError, in_words
 from .hashes import of_folder

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..training.progress import Bar
+from ..utils.progress_bar import Bar
 from .checkpoint import PRIVATE, SaveError, new_file
 from .evaluation import in_words
 

@@ -14,9 +14,9 @@ import torch
 
 from ..accounting import delta_problem, epsilon_by
 from ..distributed.world import world_of
+from ..grad_sample import cost_model
+from ..optim.optimizers import DPAdamW
 from ..sampling import poisson_loader
-from ..training.optim import DPAdamW
-from ..uses import costs
 from .checkpoint import Checkpoints, SaveError, in_words
 from .job import FREE, FinetuneError, Job
 from .journal import Journal
@@ -71,7 +71,7 @@ class Standing:
     def close(self) -> None:
         """Leave the model without hooks, and the folder to others."""
         self.batches = None
-        costs.forget()
+        cost_model.forget()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self.optimizer.detach()
@@ -248,13 +248,13 @@ class Standing:
         """What the planner chooses routes by: routes decide the last bits of the sums."""
         kinds = {p.dtype in (torch.bfloat16, torch.float16) for p in self.trained.values()}
         kinds |= {False, self.device.type == "cuda"}
-        known = {str(int(short)): costs.constants(self.device, short) for short in sorted(kinds)}
+        known = {str(int(short)): cost_model.constants(self.device, short) for short in sorted(kinds)}
         self._keep_costs(known)
         return known
 
     def _keep_costs(self, known: dict[str, Any] | None) -> None:
         for short, constants in (known or {}).items():
-            costs.keep(self.device, short == "1", constants)
+            cost_model.keep(self.device, short == "1", constants)
 
     def _save(self, needed: bool) -> None:
         """A checkpoint. One that is not needed may fail: the steps since the last one can be repeated."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..losses import IGNORE, causal_lm_loss, classification_loss, token_loss
-from ..training.fused_head import FusedHead
+from ..losses.language_model_head import FusedHead
 from .encode import Collate, Encoded, accepted, inputs_of, logits_of
 from .job import FinetuneError, Graphed
 from .tasks import one_answer

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from .. import sampling
 from ..distributed.world import world_of
-from ..training.fused import Release
+from ..optim.fused_update import Release
 from .job import FinetuneError, Job, Outcome
 from .journal import Entry
 from .keys import delete, generators_kept

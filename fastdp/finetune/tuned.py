@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..accounting import History
-from ..training.words import nearest
+from ..utils.formatting import nearest
 from .job import FinetuneError
 from .options import add_options
 from .prepare import prepare

@@ -27,8 +27,8 @@ import torch
 
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import checkpoint, training
-from fastdp.training import fused, private_optimizer
-from fastdp.training.privacy import Privacy
+from fastdp.optim import fused_update, private_optimizer
+from fastdp.optim.private_step import Privacy
 
 from .finetune_runs import STEPS, job_of, plan_of, weights
 
@@ -62,7 +62,7 @@ class Events:
 
     def watch(self, noise_log: Path) -> None:
         """Put events around everything that leaves a trace, and note every noise that is drawn with its sums."""
-        write, update = os.write, fused.step
+        write, update = os.write, fused_update.step
         out = os.open(noise_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
         def half(file, data):

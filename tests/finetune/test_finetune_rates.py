@@ -8,7 +8,7 @@ from torch import nn
 from fastdp.finetune import training
 from fastdp.finetune.job import FinetuneError
 from fastdp.finetune.models import new_parameters
-from fastdp.uses import costs
+from fastdp.grad_sample import cost_model
 
 from .finetune_runs import STEPS, job_of, model_of, plan_of
 
@@ -74,4 +74,4 @@ def test_a_rate_below_zero_is_refused():
 
 def test_the_routes_of_a_run_bind_no_later_one(tmp_path):
     training.run(job_of(tmp_path))
-    assert not costs._KEPT
+    assert not cost_model._KEPT

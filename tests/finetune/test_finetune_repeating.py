@@ -14,8 +14,8 @@ from fastdp.finetune import run_state as standing
 from fastdp.finetune.job import FinetuneError
 from fastdp.finetune.keys import Keys, _on_device
 from fastdp.finetune.training import run, schedule
-from fastdp.training import fused
-from fastdp.uses import costs
+from fastdp.grad_sample import cost_model
+from fastdp.optim import fused_update
 
 from .finetune_runs import STEPS, job_of, loss, model_of
 from .test_finetune_training import crash, journalled, resumed, stop_at, target, whole
@@ -72,7 +72,7 @@ def test_in_another_environment_nothing_is_repeated(tmp_path, monkeypatch, name)
 
 
 def test_a_step_is_on_the_disk_before_its_noise(tmp_path, monkeypatch):
-    events, known, sync, update = [], [], os.fsync, fused.step
+    events, known, sync, update = [], [], os.fsync, fused_update.step
 
     def step(kind, groups, state, release, *tables):
         known.append((events[-1], len(journalled(tmp_path / "run")), release.noise.step))
@@ -82,7 +82,7 @@ def test_a_step_is_on_the_disk_before_its_noise(tmp_path, monkeypatch):
         events.append(os.readlink(f"/proc/self/fd/{descriptor}") if os.path.exists("/proc/self/fd") else "journal")
         sync(descriptor)
 
-    monkeypatch.setattr(fused, "step", step)
+    monkeypatch.setattr(fused_update, "step", step)
     monkeypatch.setattr(os, "fsync", synced)
     run(job_of(tmp_path / "run"))
     assert [(count, step) for _, count, step in known] == [(k + 1, k) for k in range(STEPS)]
@@ -93,7 +93,7 @@ class Draws(list):
     """(key, step, sums) of every noise drawn."""
 
     def __init__(self, monkeypatch):
-        real = fused.step
+        real = fused_update.step
 
         def step(kind, groups, state, release, *tables):
             order = sorted(release.sums, key=release.offsets.__getitem__)
@@ -101,7 +101,7 @@ class Draws(list):
             self.append((release.noise.key, release.noise.step, whole.numpy().tobytes()))
             real(kind, groups, state, release, *tables)
 
-        monkeypatch.setattr(fused, "step", step)
+        monkeypatch.setattr(fused_update, "step", step)
 
     def reused(self):
         return [d for d in self if any(d[:2] == e[:2] and d[2] != e[2] for e in self)]
@@ -117,17 +117,17 @@ def test_a_resumed_run_keeps_its_physical_batches(tmp_path):
 
 
 def test_a_resumed_run_takes_the_routes_it_took(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "_KEPT", {})
+    monkeypatch.setattr(cost_model, "_KEPT", {})
     crash(tmp_path / "run", 7)
-    costs._KEPT.clear()
-    costs._constants.cache_clear()
-    monkeypatch.setitem(costs.DEFAULTS, "cpu", {job: [2 * x for x in k] for job, k in costs.DEFAULT.items()})
-    assert costs.constants(torch.device("cpu"), False) != costs.DEFAULT  # what would be measured now
+    cost_model._KEPT.clear()
+    cost_model._constants.cache_clear()
+    monkeypatch.setitem(cost_model.DEFAULTS, "cpu", {job: [2 * x for x in k] for job, k in cost_model.DEFAULT.items()})
+    assert cost_model.constants(torch.device("cpu"), False) != cost_model.DEFAULT  # what would be measured now
     taken = []
-    monkeypatch.setattr(costs, "forget", lambda: taken.append(costs.constants(torch.device("cpu"), False)))
+    monkeypatch.setattr(cost_model, "forget", lambda: taken.append(cost_model.constants(torch.device("cpu"), False)))
     assert resumed(tmp_path / "run")[1].lost_steps == 0
-    assert taken == [costs.DEFAULT]  # what the run began with
-    costs._constants.cache_clear()
+    assert taken == [cost_model.DEFAULT]  # what the run began with
+    cost_model._constants.cache_clear()
 
 
 def test_the_digest_of_sums_on_a_device():

@@ -9,7 +9,7 @@ from torch import nn
 from fastdp.finetune.encode import Collate, widths
 from fastdp.finetune.job import FinetuneError, Graphed
 from fastdp.finetune.training import run
-from fastdp.training.graphed import GraphedStep
+from fastdp.optim.graphed_step import GraphedStep
 
 from .finetune_models import card_of, classifier, command, reviews
 from .finetune_runs import collate, job_of, model_of, records, weights

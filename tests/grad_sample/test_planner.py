@@ -1,0 +1,93 @@
+"""The planner: predictions from constants, choices, budgets, and what `explain` says of them."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastdp
+from fastdp import PerSampleGradients
+from fastdp.grad_sample import cost_model
+from fastdp.grad_sample.cost_model import ROUTES, Shape, seconds
+
+from ..routes import BUDGET, FASTEST, forced
+
+CPU = torch.device("cpu")
+
+
+def model_and_loss():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+    x, y = torch.randn(6, 9, 20), torch.randint(0, 5, (6, 9))
+    return (
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view(6, 9).mean(1).mean(),
+    )
+
+
+@pytest.mark.parametrize("route", FASTEST)
+def test_every_route_gives_the_same_norms_and_sums(route: str) -> None:
+    model, loss = model_and_loss()
+    truth = PerSampleGradients(model)
+    loss().backward()
+    rows = truth.materialize()
+    truth.detach()
+    engine = PerSampleGradients(model, memory_budget=BUDGET)
+    with forced(route):
+        loss().backward()
+    plan = engine.explain()
+    assert [line.split("  ")[-4:] for line in plan.splitlines() if route in line].__len__() == 2, plan
+    norms = torch.stack([g.double().flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+    torch.testing.assert_close(engine.norms().double(), norms, rtol=1e-5, atol=0)
+    factors = torch.rand(6)
+    for name, total in engine.clipped_sum(factors).items():
+        torch.testing.assert_close(total, torch.einsum("b,b...->...", factors, rows[name]), rtol=1e-4, atol=1e-6)
+
+
+def test_explain_with_profile_measures_every_use() -> None:
+    model, loss = model_and_loss()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6)
+    loss().backward()
+    lines = optimizer.explain(profile=True).splitlines()
+    assert lines[0].split()[-4:] == ["predicted", "ms", "measured", "ms"]
+    weights = [line for line in lines if ".weight" in line]
+    assert len(weights) == 2
+    for line in weights:
+        predicted, measured = (float(v) for v in line.split()[-2:])
+        assert predicted > 0 and measured > 0
+    assert "ms measured" in lines[-1] and "measured" not in optimizer.explain()
+
+
+def test_a_calibration_is_kept_and_read_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTDP_CALIBRATE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def calibrate(device, dtype, *rest):
+        calls.append(dtype)
+        return {key: [1.0, 2.0, 3.0, 4.0] for key in cost_model.DEFAULTS["cpu"]}
+
+    monkeypatch.setattr(cost_model, "calibrate", calibrate)
+    for _ in range(2):
+        cost_model._constants.cache_clear()
+        assert set(map(tuple, cost_model.constants(CPU, False).values())) == {(1.0, 2.0, 3.0, 4.0)}
+    assert calls == [torch.float32] and len(list((tmp_path / "fastdp").glob("*.json"))) == 1
+    for file in (tmp_path / "fastdp").glob("*.json"):
+        file.write_text("{broken")
+    cost_model._constants.cache_clear()
+    cost_model.constants(CPU, False)
+    assert len(calls) == 2 and all(json.loads(f.read_text()) for f in (tmp_path / "fastdp").glob("*.json"))
+    monkeypatch.setattr(cost_model, "calibrate", lambda *args: None)  # a machine too busy to tell
+    cost_model._constants.cache_clear()
+    assert cost_model.constants(CPU, True) == cost_model.DEFAULTS["cpu"]
+    cost_model._constants.cache_clear()
+
+
+def test_a_real_calibration_gives_usable_constants() -> None:
+    found = cost_model.calibrate(CPU, torch.float32, 60.0)
+    assert found is not None and set(found) == set(cost_model.DEFAULTS["cpu"])
+    for route in ROUTES:
+        times = [seconds(route, Shape("linear", 8, 64, n, n), found) for n in (32, 1024)]
+        assert 0 < times[0] < times[1]
