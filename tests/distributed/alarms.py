@@ -115,14 +115,6 @@ def in_a_refusal(rank: int, world: int) -> None:
     stopped(rank, world, run, here=(StepError, "batch dim"), there=(StepError, "raised StepError.*batch dim"))
 
 
-def in_a_backward(rank: int, world: int) -> None:
-    def run(model: nn.Module, fails: bool) -> None:
-        loss = loss_of(model, batch(rank, 3))
-        (BadBackward.apply(loss) if fails else loss).backward()
-
-    stopped(rank, world, run)
-
-
 def in_the_middle_of_a_backward(rank: int, world: int) -> None:
     def run(model: nn.Module, fails: bool) -> None:
         hook = lambda m, a, out: BadBackward.apply(out)
@@ -263,7 +255,7 @@ def mended(rank: int, world: int) -> None:
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        in_a_forward, in_an_evaluation, in_a_refusal, in_a_backward, in_the_middle_of_a_backward, uncaught,
+        in_a_forward, in_an_evaluation, in_a_refusal, in_the_middle_of_a_backward, uncaught,
         uncaught_of_copies, in_the_data, of_split_layers, by_all, by_all_elsewhere, mended,
     )
 }  # fmt: skip

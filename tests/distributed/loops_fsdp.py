@@ -154,14 +154,6 @@ def trainer_lora_parts(rank: int, world: int) -> Any:
     return _trained(rank, world, make, config, resumes=False, labels="next")
 
 
-def trainer_fused_parts(rank: int, world: int) -> Any:
-    """A tied head whose loss stores no logits."""
-    from ..hf_models import gpt2
-
-    config = {"transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": "SHARDED_STATE_DICT"}
-    return _trained(rank, world, gpt2, config, "sharded", False, labels="next", privacy={"fused_loss": True})
-
-
 def accelerated_files(rank: int, world: int) -> Any:
     """Clipping groups, and a run that is taken up from Accelerate's files, of both kinds, before its first forward."""
     results = []
@@ -283,7 +275,6 @@ CASES: dict[str, Any] = {
         trainer_parts,
         trainer_sharded_files,
         trainer_lora_parts,
-        trainer_fused_parts,
         trainer_parts_refused,
     )
 }

@@ -114,12 +114,9 @@ def _spoil(*_: Any) -> None:
 
 CASES = {
     "lightning": _trains,
-    "lightning, no stream": functools.partial(_trains, streamed=False),
     "lightning, in a list": functools.partial(_trains, streamed=False, listed=True),
     "lightning, a stream in a list": functools.partial(_trains, listed=True, manual=True),
-    "lightning, manual": functools.partial(_trains, manual=True),
     "lightning, a part, manual": functools.partial(_trains, manual=True, part=True),
     "lightning, without the callback": functools.partial(_trains, callback=False, streamed=False),
-    "lightning, a part, without the callback": functools.partial(_trains, callback=False, streamed=False, part=True),
     "lightning_refused": lightning_refused,
 }

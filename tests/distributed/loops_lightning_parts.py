@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import fastdp
 from fastdp.distributed.sharded import is_sharded
 from fastdp.errors import FastDPError, ParameterError, StepError
 
-from ..by_hand import network, records
+from ..by_hand import network
 from .loops_lightning import fit, module_of
-from .models import LoRA, single, whole
+from .models import LoRA, single
 from .parts import found, loader, sgd, shared_folder
 
 
@@ -66,68 +65,22 @@ def _fitted(rank: int, world: int, module: Any, batches: Any, how: str = "net", 
 
 def _trains(
     rank: int, world: int, how: str = "net", net: Any = network, manual: bool = False, part: bool = False,
-    callback: bool = True, **options: Any,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """A run with validation before and between; some ranks have no sample in some batches."""
     from fastdp.lightning import DPCallback, stream
 
     module = module_of(manual, part)
     module.net = net()
-    if callback:
-        with single():
-            batches = stream(loader(4, **options))
-    else:
-        batches, module.train_dataloader = None, functools.partial(loader, None, **options)
-    trainer = _fitted(rank, world, module, batches, how, callbacks=[DPCallback(delta=1e-3)] if callback else [])
+    with single():
+        batches = stream(loader(4, **options))
+    trainer = _fitted(rank, world, module, batches, how, callbacks=[DPCallback(delta=1e-3)])
     assert is_sharded(module) == (world > 1 and how != "split")
     private = module.private
     logged = [{k: float(v) for k, v in trainer.callback_metrics.items() if k in ("epsilon", "noised_steps")}]
     result = *found(module, private.history, private.epsilon(1e-3)), logged
     private.detach()
     return result
-
-
-def parts_bits(rank: int, world: int) -> None:
-    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all; in 16-bit forwards."""
-    from lightning import pytorch as lightning
-
-    options = dict(lr=0.5, noise_multiplier=0.7, max_grad_norm=1e6, expected_batch_size=8, loss_reduction="sum",
-                   seed=3)  # fmt: skip
-    for precision in ("32-true", "bf16-mixed"):
-
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net, self.one = nn.Sequential(nn.Linear(40, 31)), [nn.Linear(40, 31)]
-                for parameter in (*self.net.parameters(), *self.one[0].parameters()):
-                    nn.init.zeros_(parameter)
-
-            def training_step(self, batch: Any, number: int) -> Any:
-                data = torch.randint(-3, 4, (4 * world, 40), generator=torch.Generator().manual_seed(number)).float()
-                with single(), torch.autocast("cpu", enabled=False):
-                    if number:
-                        self.truth.step()
-                        self.compare()
-                    self.one[0](data).sum().backward()
-                return self.net(data[rank::world]).float().sum()
-
-            def compare(self) -> None:
-                for p, q in zip(self.net.parameters(), self.one[0].parameters(), strict=True):
-                    assert torch.equal(whole(p), q)
-
-            def configure_optimizers(self) -> Any:
-                self.private = fastdp.DPAdamW(self.net, **options)
-                with single():
-                    self.truth = fastdp.DPAdamW(self.one[0], **options)
-                return self.private
-
-        module, each = Module(), torch.utils.data.DataLoader(torch.zeros(4 * world, 1), batch_size=1)
-        _fitted(rank, world, module, each, precision=precision, max_epochs=1, validate=False)
-        with single():
-            module.truth.step()
-        module.compare()
-        module.private.detach()
-        module.truth.detach()
 
 
 def parts_resumed(rank: int, world: int) -> None:
@@ -219,12 +172,7 @@ CASES: dict[str, Any] = {
     "lightning, in parts": _trains,
     "lightning, itself in parts, manual": functools.partial(_trains, how="all", manual=True, expected_batch_size=2),
     "lightning, a part in parts, LoRA": functools.partial(_trains, part=True, net=_lora),
-    "lightning, in parts, persons": functools.partial(
-        _trains, expected_batch_size=4, group_by=[number // 3 for number in range(len(records()))]
-    ),
-    "lightning, in parts, without the callback": functools.partial(_trains, callback=False),
     "lightning, split": functools.partial(_trains, how="split"),
-    "parts_bits": parts_bits,
     "parts_resumed": parts_resumed,
     "parts_refused": parts_refused,
 }

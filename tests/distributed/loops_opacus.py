@@ -102,7 +102,6 @@ def opacus_refused(rank: int, world: int) -> None:
 
 CASES = {
     "opacus": _trains,
-    "opacus, ghost": functools.partial(_trains, grad_sample_mode="ghost"),
     "opacus, per layer": functools.partial(_trains, clipping="per_layer", max_grad_norm=[0.2] * 4),
     "opacus, parts": functools.partial(_trains, physical=2),
     "opacus_secure": opacus_secure,

@@ -30,7 +30,7 @@ LATER = {  # what cases import once they run, by module
     "tests.distributed.test_sharded": ("torch._inductor.pattern_matcher", "torch._dynamo.backends.common"),
     "tests.distributed.tensor": ("transformers.models.llama.modeling_llama",),
 }
-__all__ = ["LOOPS", "OPTIMIZERS", "ROOT", "begin", "free_port", "results", "start"]
+__all__ = ["LOOPS", "OPTIMIZERS", "ROOT", "Launches", "begin", "free_port", "killed", "results", "start"]
 
 
 def begin(rank: int, world: int, port: int) -> None:
@@ -59,6 +59,46 @@ def results(processes: list[Any], folder: Path, timeout: float = 300) -> list[di
         for process in processes:
             process.kill()
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(len(processes))]
+
+
+class Launches:
+    """What each case of a module returned, by number of ranks: they are started once, when first asked for."""
+
+    def __init__(self, module: str, folders: Any, **names: Any) -> None:
+        """folders: pytest's `tmp_path_factory`; names: of the cases of `two`, `three` or `four` ranks."""
+        self.module, self.folders = module, folders
+        self.names = {2 + ("two", "three", "four").index(number): list(each) for number, each in names.items()}
+        self._found: dict[int, list[dict[str, Any]]] = {}
+
+    def of(self, world: int) -> list[dict[str, Any]]:
+        if world not in self._found:
+            folder = self.folders.mktemp(f"ranks{world}")
+            self._found[world] = results(start(self.module, world, folder, *self.names[world]), folder)
+        return self._found[world]
+
+    def check(self, world: int, name: str, exact: bool = False) -> None:
+        """No rank raised an error; exact: norms, weights and epsilon were those of one process."""
+        found = self.of(world)
+        for rank, by_case in enumerate(found):
+            said = by_case[name]
+            assert not isinstance(said, str), f"rank {rank}: {said}"
+            if exact:
+                norms, weights, epsilon, truth = said
+                assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2]
+
+
+def killed(name: str, folder: Path) -> float:
+    """The seconds after which the first of two ranks raised its error, once the second was killed in a case."""
+    processes = start("tests.distributed.killed", 2, folder, name)
+    try:
+        processes[1].wait(60)
+        processes[0].wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+    found = pickle.loads((folder / "0.pickle").read_bytes())[name]
+    assert isinstance(found, float), found
+    return found
 
 
 def main(module: str, rank: int, world: int, port: int, folder: Path, names: list[str]) -> None:

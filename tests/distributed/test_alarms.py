@@ -8,31 +8,17 @@ import pytest
 import torch
 
 from .alarms import CASES
-from .ranks import results, start
+from .ranks import Launches
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
 THREE = ["in_a_forward", "in_the_middle_of_a_backward", "by_all"]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    return results(start("tests.distributed.alarms", 2, folder, *CASES), folder)
+def ranks(tmp_path_factory):
+    return Launches("tests.distributed.alarms", tmp_path_factory, two=CASES, three=THREE)
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("three")
-    return results(start("tests.distributed.alarms", 3, folder, *THREE), folder)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name, two):
-    for rank, by_case in enumerate(two):
-        assert by_case[name] is None, f"rank {rank}: {by_case[name]}"
-
-
-@pytest.mark.parametrize("name", THREE)
-def test_three_ranks(name, three):
-    for rank, by_case in enumerate(three):
-        assert by_case[name] is None, f"rank {rank}: {by_case[name]}"
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in CASES), *((3, name) for name in THREE)])
+def test_none_waits(world, name, ranks):
+    ranks.check(world, name)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,22 +11,6 @@ from fastdp.distributed import private_names, sharded
 from fastdp.errors import ParameterError
 
 from .ranks import free_port
-
-ROOM = Path(fastdp.__file__).parent / "distributed"
-OF_DISTRIBUTED = ("_fsdp", "_lazy_init", "_unsharded_param", "_orig_size", "_all_gather_comm", "_local_tensor",
-                  "_fully_shard", "_get_module_fsdp_state", "_get_sequence_number_for_group",
-                  "_get_default_store")  # fmt: skip
-
-
-def test_they_are_in_one_file():
-    """Attributes of fully_shard's objects are read in `sharded.py`, by names that `private_names.py` lists."""
-    listed = {*private_names.OF_STATE, *private_names.OF_GROUP, *private_names.OF_PARAMETER, *private_names.OF_MESH}
-    for path in (ROOM.parent).rglob("*.py"):
-        if path.name == "private_names.py" or "kernels" in path.parts:
-            continue
-        used = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-        found = {name for name in used if name.startswith(OF_DISTRIBUTED)}
-        assert found <= (listed if path.name == "sharded.py" else set()), (path, found - listed)
 
 
 @pytest.fixture

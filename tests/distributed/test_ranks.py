@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,56 +14,33 @@ import torch
 from .. import forked
 from .cases import CASES, EXACT
 from .loading import persons, records
-from .ranks import OPTIMIZERS, ROOT, results, start
+from .ranks import OPTIMIZERS, ROOT, Launches, killed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
 THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons"]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    return results(start("tests.distributed.cases", 2, folder), folder)
+def ranks(tmp_path_factory):
+    return Launches("tests.distributed.cases", tmp_path_factory, two=CASES, three=THREE)
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("three")
-    return results(start("tests.distributed.cases", 3, folder, *THREE), folder)
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in CASES), *((3, name) for name in THREE)])
+def test_the_steps_of_one_process(world, name, ranks):
+    ranks.check(world, name, name in EXACT)
 
 
-def check(name, found):
-    for rank, by_case in enumerate(found):
-        said = by_case[name]
-        assert not isinstance(said, str), f"rank {rank}: {said}"
-        if name in EXACT:
-            norms, weights, epsilon, truth = said
-            assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name, two):
-    check(name, two)
-
-
-@pytest.mark.parametrize("name", THREE)
-def test_three_ranks(name, three):
-    check(name, three)
-
-
-def test_all_ranks_hold_the_same_weights_by_a_secret_key(two):
+def test_all_ranks_hold_the_same_weights_by_a_secret_key_and_count_dropped_samples(ranks):
+    two = ranks.of(2)
     assert two[0]["secret_key"] == two[1]["secret_key"]
-
-
-def test_all_ranks_count_dropped_samples(two):
     assert [found["drop_and_count"] for found in two] == [1, 1]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", [records, persons])
-def test_the_records_do_not_depend_on_the_number_of_ranks(case, two, three):
+def test_the_records_do_not_depend_on_the_number_of_ranks(case, ranks):
     steps, _, weights, epsilon = case(0, 1)
-    for found in (two, three):
+    for found in (ranks.of(2), ranks.of(3)):
         mine = [by_case[case.__name__] for by_case in found]
         assert [sorted(sum(parts, [])) for parts in zip(*(each[0] for each in mine), strict=True)] == [
             sorted(step) for step in steps
@@ -95,15 +70,7 @@ def test_the_example(tmp_path):
 
 @pytest.mark.parametrize("name", ["before_the_step", "within_the_step"])
 def test_a_rank_is_killed(name, tmp_path):
-    processes = start("tests.distributed.killed", 2, tmp_path, name)
-    try:
-        processes[1].wait(60)
-        processes[0].wait(60)
-    finally:
-        for process in processes:
-            process.kill()
-    found = pickle.loads((Path(tmp_path) / "0.pickle").read_bytes())[name]
-    assert isinstance(found, float) and found < 10, found
+    assert killed(name, tmp_path) < 10
 
 
 def test_every_step_is_in_the_ledger_whenever_ranks_are_killed():

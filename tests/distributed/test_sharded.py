@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from .. import forked
 from .checkpoints import FOLDER, STATES, saved, taken_up
 from .loading import persons, records
-from .ranks import ROOT, results, start
+from .ranks import ROOT, Launches, killed
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
 
@@ -33,53 +32,26 @@ THREE = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Where two ranks save one, and others find it."""
+def ranks(tmp_path_factory):
+    """Where two ranks save a checkpoint, three find it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(tmp_path_factory.mktemp("saved") / "checkpoint"))
-        yield
+        launches = Launches("tests.distributed.test_sharded", tmp_path_factory, two=TWO, three=THREE, four=FOUR)
+        launches.of(2)
+        yield launches
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, checkpoint):
-    folder = tmp_path_factory.mktemp("two")
-    return results(start("tests.distributed.test_sharded", 2, folder, *TWO), folder)
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory, two):
-    folder = tmp_path_factory.mktemp("three")
-    return results(start("tests.distributed.test_sharded", 3, folder, *THREE), folder)
-
-
-def check(name, found):
-    for rank, by_case in enumerate(found):
-        said = by_case[name]
-        assert not isinstance(said, str), f"rank {rank}: {said}"
-        if name in EXACT or name in FOUR:
-            norms, weights, epsilon, truth = said
-            assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2]
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_two_ranks(name, two):
-    check(name, two)
-
-
-def test_four_ranks(tmp_path):
-    found = results(start("tests.distributed.test_sharded", 4, tmp_path, *FOUR), tmp_path)
-    for name in FOUR:
-        check(name, found)
-
-
-@pytest.mark.parametrize("name", THREE)
-def test_three_ranks(name, three):
-    check(name, three)
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((2, name) for name in TWO), *((3, name) for name in THREE), *((4, name) for name in FOUR)],
+)
+def test_the_steps_of_one_process(world, name, ranks):
+    ranks.check(world, name, name in EXACT or name in FOUR)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(two, three):
-    found = [by_case["saved"] for by_case in two] + [by_case["taken_up"] for by_case in three]
+def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(ranks):
+    found = [by_case["saved"] for by_case in ranks.of(2)] + [by_case["taken_up"] for by_case in ranks.of(3)]
     found.append(taken_up(0, 1, wrap=lambda model: model))
     assert len({key for _, _, key in found}) == 3  # of each run another
     for weights, history, _ in found:
@@ -89,9 +61,9 @@ def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(two, three):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "case"), [("in_order", records), ("in_order_by_persons", persons)])
-def test_the_records_do_not_depend_on_the_number_of_ranks(name, case, two, three):
+def test_the_records_do_not_depend_on_the_number_of_ranks(name, case, ranks):
     steps, _, weights, epsilon = case(0, 1)
-    for found in (two, three):
+    for found in (ranks.of(2), ranks.of(3)):
         mine = [by_case[name] for by_case in found]
         parts = zip(*(each[0] for each in mine), strict=True)
         assert [sorted(sum(own, [])) for own in parts] == [sorted(step) for step in steps]
@@ -111,12 +83,4 @@ def test_the_example(tmp_path):
 
 
 def test_a_rank_is_killed(tmp_path):
-    processes = start("tests.distributed.killed", 2, tmp_path, "sharded_before_a_forward")
-    try:
-        processes[1].wait(60)
-        processes[0].wait(60)
-    finally:
-        for process in processes:
-            process.kill()
-    found = pickle.loads((tmp_path / "0.pickle").read_bytes())["sharded_before_a_forward"]
-    assert isinstance(found, float) and found < 10, found
+    assert killed("sharded_before_a_forward", tmp_path) < 10

@@ -1,4 +1,4 @@
-"""Models whose layers are split over processes make the step of one process: two ranks and three, each started once."""
+"""Models whose layers are split over processes make the step of one process: two to four ranks, each started once."""
 
 from __future__ import annotations
 
@@ -13,45 +13,28 @@ from fastdp.ops.noise import Noise
 from fastdp.optim import fused_update
 
 from .. import forked
-from .ranks import ROOT, results, start
+from .ranks import ROOT, Launches
 from .tensor import CASES, COPIES, EXACT
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
 TWO = [name for name in CASES if name not in COPIES]
 THREE = ["words, sequence, loss", "same_noise"]
+FOUR = [*COPIES, "same_noise"]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    return results(start("tests.distributed.tensor", 2, folder, *TWO), folder)
+def ranks(tmp_path_factory):
+    return Launches("tests.distributed.tensor", tmp_path_factory, two=TWO, three=THREE, four=FOUR)
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("three")
-    return results(start("tests.distributed.tensor", 3, folder, *THREE), folder)
-
-
-def check(name, found):
-    if found[0][name] == "skipped":
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((2, name) for name in TWO), *((3, name) for name in THREE), *((4, name) for name in FOUR)],
+)
+def test_the_steps_of_one_process(world, name, ranks):
+    if ranks.of(world)[0][name] == "skipped":
         pytest.skip("transformers is not there, or too old")
-    for rank, by_case in enumerate(found):
-        said = by_case[name]
-        assert not isinstance(said, str), f"rank {rank}: {said}"
-        if name in EXACT or name in COPIES:
-            norms, weights, epsilon, truth = said
-            assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2]
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_two_ranks(name, two):
-    check(name, two)
-
-
-@pytest.mark.parametrize("name", THREE)
-def test_three_ranks(name, three):
-    check(name, three)
+    ranks.check(world, name, name in EXACT or name in COPIES)
 
 
 def test_the_example():

@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.batch_axis.row_groups import Groups
 from fastdp.errors import FastDPError
-from fastdp.grad_sample.linear import Matmul
-from fastdp.grad_sample.parameter_use import Regrouped, Stack
 
 from ..cases import Net, P, square
 from ..truth import compare
@@ -261,27 +258,6 @@ def test_batch_norm_in_training_mode_is_refused_in_a_loop():
     with pytest.raises(FastDPError):
         model(torch.randn(3, 4, D)).sum().backward()
     engine.detach()
-
-
-def test_uses_by_samples_are_one_use_by_the_batch():
-    """Several matrix products of each sample, of different lengths: one use."""
-    w = nn.Parameter(torch.randn(2, 3))
-    torch.manual_seed(1)
-    pieces = [(b, torch.randn(1, t, 3), torch.randn(1, t, 2)) for b, t in ((0, 2), (2, 1), (0, 3))]
-    uses = [Regrouped(Matmul(w, a, g, "linear"), Groups(torch.tensor([b]), 4)) for b, a, g in pieces]
-    whole = uses[0].concat(uses[1:], "linear x3")
-    stack = Regrouped(Stack([use.inner for use in uses]), Groups(torch.tensor([b for b, _, _ in pieces]), 4))
-    truth = torch.zeros(4, 2, 3, dtype=torch.double)
-    for b, a, g in pieces:
-        truth[b] += g[0].double().mT @ a[0].double()
-    c = torch.tensor([0.5, 1.0, 2.0, 0.0])
-    for use in (whole, stack):
-        torch.testing.assert_close(use.per_sample(0, 4).double(), truth, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(use.per_sample(1, 3).double(), truth[1:3], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(use.norm_sq().double(), truth.square().sum((1, 2)), rtol=1e-5, atol=1e-6)
-        summed = torch.einsum("b,boi->oi", c.double(), truth)
-        torch.testing.assert_close(use.clipped_sum(c).double(), summed, rtol=1e-5, atol=1e-6)
-    assert torch.equal(torch.stack([u.norm_sq() for u in uses[1:2]])[0] > 0, torch.tensor([False, False, True, False]))
 
 
 def only_one_samples_tokens(m, x, reduce=False):

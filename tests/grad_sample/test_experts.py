@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import fastdp
-from fastdp.errors import FastDPError, SampleMixingError
+from fastdp.errors import SampleMixingError
 from fastdp.grad_sample.held_bytes import HeldBytes
-from fastdp.grad_sample.routed_rows import Routed
 
 from ..cases import Net, P, square
 from ..cases_experts import CASES, EXPERTS, SINGLE, SIZES, build, grouped_mm
@@ -181,64 +180,6 @@ def test_experts_by_batch_are_frozen_or_trained_alike():
         assert compare(model, batch, losses, double=name not in SINGLE).worst < 1e-4, name
 
 
-def routed(dtype=torch.float32, samples=3):
-    generator = torch.Generator().manual_seed(1)
-    a, g = (torch.randn(11, n, generator=generator).to(dtype) for n in (5, 6))
-    ids = torch.randint(0, 4, (11,), generator=generator)
-    ids[3] = 7  # of no matrix
-    owner = torch.randint(0, samples, (11,), generator=generator)
-    owner[owner == 1] = 0  # sample 1 has no row
-    return Routed(torch.zeros(4, 6, 5, dtype=dtype), a, g, ids, owner, samples, "test"), (a, g, ids, owner)
-
-
-def by_loop(a, g, ids, owner, samples=3):
-    grads = torch.zeros(samples, 4, 6, 5, dtype=torch.float64)
-    for x, y, e, b in zip(a.double(), g.double(), ids, owner, strict=True):
-        if e < 4:
-            grads[b, e] += torch.outer(y, x)
-    return grads
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_routed_use(dtype):
-    use, data = routed(dtype)
-    truth = by_loop(*data)
-    norms = truth.flatten(1).square().sum(1)
-    assert torch.allclose(use.norm_sq().double(), norms, rtol=1e-5)
-    assert use.norm_sq()[1] == 0
-    assert torch.allclose(use.per_sample(1, 3).double(), truth[1:], atol=1e-5)
-    c = torch.tensor([0.5, 2.0, 0.25])
-    assert torch.allclose(use.clipped_sum(c).double(), torch.einsum("b,beoi->eoi", c.double(), truth), atol=1e-5)
-
-
-def test_a_row_that_is_not_finite_stays_with_its_sample():
-    use, (a, g, ids, owner) = routed()
-    clean = by_loop(a, g, ids, owner)
-    use.a[(use.owner == 2).nonzero()[0]] = float("nan")
-    norms = use.norm_sq()
-    assert norms[2].isnan() and torch.allclose(norms[0].double(), clean[0].square().sum(), rtol=1e-5)
-    summed = use.clipped_sum(torch.tensor([1.0, 1.0, 0.0]))
-    assert torch.allclose(summed.double(), clean[0], atol=1e-5)
-
-
-def test_the_same_bits_with_any_number_of_threads():
-    use, _ = routed()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = use.norm_sq()
-        torch.set_num_threads(2)
-        assert torch.equal(one, use.norm_sq())
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_no_rows_at_all():
-    use = Routed(torch.zeros(2, 3, 4), *(torch.zeros(0, n) for n in (4, 3)), *[torch.zeros(0).long()] * 2, 3, "test")
-    assert use.norm_sq().tolist() == [0, 0, 0]
-    assert use.clipped_sum(torch.ones(3)).shape == (2, 3, 4) and use.per_sample(0, 3).shape == (3, 2, 3, 4)
-
-
 @pytest.mark.parametrize("name", ["batched", "batched_by_matmul", "einsum_of_gathered"])
 def test_gathered_matrices_are_not_held(name):
     """The use of a product with gathered matrices holds rows, not one matrix for each token."""
@@ -259,11 +200,3 @@ def _einsum_of_gathered(m, x):
     weights, chosen = m.router(tokens).softmax(-1).topk(2, dim=-1)
     h = torch.einsum("nkhd,nd->nkh", m.up[chosen], tokens).tanh()
     return (torch.einsum("nkh,nkdh->nkd", h, m.down[chosen]) * weights.unsqueeze(-1)).sum(1).view_as(x)
-
-
-def test_message_names_module_and_function():
-    model = Net(_groups_by_count, a=torch.nn.Linear(D, D), router=torch.nn.Linear(D, E), w=P(E, D, D))
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError, match=r"grouped_mm\(\) in module 'Net' divides rows into groups by what other"):
-        square(model, torch.randn(B, T, D)).mean().backward()
-    engine.detach()

@@ -54,13 +54,12 @@ def under_budget(net: nn.Module, x: Tensor, budget: int | None) -> tuple[Tensor,
 
 @pytest.mark.parametrize("name", [name for name in EXPERTS if name not in SINGLE])
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("budget", [1, 4000])
-def test_exact_under_a_memory_budget(name, checkpointed, budget):
+def test_exact_under_a_memory_budget(name, checkpointed):
     net, (x,) = Layers(name, checkpointed), data()
     plain_net = copy.deepcopy(net)
     plain_net.checkpointed = False
     norms, sums, _, _ = under_budget(plain_net, x, None)
-    found, again, _, _ = under_budget(net, x, budget)
+    found, again, _, _ = under_budget(net, x, 1 if checkpointed else 4000)
     torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
     for key in sums:
         torch.testing.assert_close(again[key], sums[key], rtol=1e-4, atol=1e-6, msg=key)

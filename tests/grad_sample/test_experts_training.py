@@ -192,17 +192,6 @@ def test_exact(function):
     assert compare(made(function), data(), square).worst < 1e-5
 
 
-def test_routed_rows_of_a_matrix_are_padded_only_where_other_uses_are_by_sample():
-    kinds = {}
-    for function in (one_matrix_by_both, one_matrix_by_rows_twice, a_table_that_is_the_head_of_routed_rows):
-        net = made(function)
-        engine = fastdp.PerSampleGradients(net)
-        square(net, data()).mean().backward()
-        kinds[function] = sorted(type(use).__name__ for use in engine._last().uses_of(net.tall))
-        engine.detach()
-    assert list(kinds.values()) == [["Matmul"], ["Routed"], ["Lookup", "Matmul"]]
-
-
 @pytest.mark.parametrize("name", ["eager", "modules", "batched", "scattered_back"])
 def test_bfloat16_norms_hold(name):
     """16-bit weights: against float64 from the same weights, errors are of 16-bit rounding and no more."""

@@ -10,76 +10,11 @@ from torch import nn
 import fastdp
 from fastdp import PerSampleGradients
 from fastdp.grad_sample import cost_model
-from fastdp.grad_sample.cost_model import ROUTES, Shape, fit, seconds, terms
-from fastdp.grad_sample.planner import MORE, Planner
+from fastdp.grad_sample.cost_model import ROUTES, Shape, seconds
 
-from ..routes import BUDGET, FASTEST, constants, forced
+from ..routes import BUDGET, FASTEST, forced
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch):
-    """Constants of one's choice."""
-
-    def use(**jobs: list[float]) -> None:
-        found = constants(**jobs)
-        monkeypatch.setattr("fastdp.grad_sample.planner.constants", lambda device, short: found)
-
-    return use
-
-
-def test_a_fit_finds_the_constants_of_exact_times() -> None:
-    truth = [3e-5, 4e-12, 2e-11, 1e-10]
-    shapes = [
-        Shape("linear", b, t, i, o) for b in (1, 8) for t in (16, 200) for i, o in ((8, 700), (300, 40), (512, 512))
-    ]
-    rows = [terms("direct", s) for s in shapes]
-    found = fit(rows, [sum(x * k for x, k in zip(row, truth, strict=True)) for row in rows])
-    for row in rows:
-        exact = sum(x * k for x, k in zip(row, truth, strict=True))
-        assert sum(x * k for x, k in zip(row, found, strict=True)) == pytest.approx(exact, rel=0.05)
-    assert all(k >= 0 for k in found)
-
-
-def test_times_are_sums_over_the_jobs_of_a_route() -> None:
-    shape = Shape("linear", 2, 10, 30, 20)
-    known = constants(gram=[1.0, 0, 0, 0], direct=[0, 1.0, 0, 0], sum=[10.0, 0, 0, 0], per_sample=[3.0, 0, 0, 0],
-                      weighted=[0.5, 0, 0, 0])  # fmt: skip
-    assert seconds("gram", shape, known) == 11
-    assert seconds("direct", shape, known) == 10 + 2 * 2 * 10 * 30 * 20
-    assert seconds("materialise", shape, known) == 3.5
-
-
-def test_the_fastest_route_is_taken(known) -> None:
-    shape = Shape("linear", 4, 16, 64, 64)
-    known(gram=[1.0, 0, 0, 0], direct=[2.0, 0, 0, 0], sum=[1.0, 0, 0, 0], per_sample=[9.0, 0, 0, 0])
-    assert Planner().fastest(shape, CPU, False) == ("gram", "gram")
-    known(gram=[3.0, 0, 0, 0], direct=[2.0, 0, 0, 0], sum=[1.0, 0, 0, 0], per_sample=[0.1, 0, 0, 0])
-    assert Planner().fastest(shape, CPU, False) == ("materialise", "direct")
-    assert Planner().norm_route(shape._replace(t=1), CPU, False) == "T=1"
-    grouped = shape._replace(groups=2)
-    known(gram=[0.0] * 4, direct=[2.0, 0, 0, 0], sum=[1.0, 0, 0, 0], per_sample=[9.0, 0, 0, 0])
-    assert Planner().norm_route(grouped, CPU, False) == "direct"  # gram needs whole rows
-
-
-def test_memory_decides_what_is_materialised(known) -> None:
-    known(gram=[1.0, 0, 0, 0], direct=[1.0, 0, 0, 0], sum=[1.0, 0, 0, 0])  # storing costs nothing
-    shape = Shape("linear", 4, 16, 64, 64)
-    stored = shape.gradient_bytes()
-    assert stored == 4 * 4 * 64 * 64
-    free = Planner()
-    least = -(-stored // MORE)  # a little more than it replaces may be stored
-    assert free.materialises(shape, least, CPU, False) and not free.materialises(shape, least - 1, CPU, False)
-    rich = Planner(memory_budget=10 * stored)
-    assert rich.materialises(shape, 1, CPU, False)  # more than it replaces, but within the budget
-    most, all_of_it = (torch.empty(size, dtype=torch.uint8) for size in (9 * stored + 1, 10 * stored))
-    rich.hold([most])
-    assert not rich.materialises(shape, 1, CPU, False)
-    rich.hold([all_of_it])  # used up: the smaller of the two
-    assert rich.materialises(shape, stored + 1, CPU, False) and not rich.materialises(shape, stored, CPU, False)
-    rich.begin()
-    assert rich.held == 0
 
 
 def model_and_loss():
@@ -156,15 +91,3 @@ def test_a_real_calibration_gives_usable_constants() -> None:
     for route in ROUTES:
         times = [seconds(route, Shape("linear", 8, 64, n, n), found) for n in (32, 1024)]
         assert 0 < times[0] < times[1]
-
-
-def test_depthwise_gradients_are_stored_on_a_cpu_where_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = Planner()
-    slow = {route: 1.0 if route == "materialise" else 0.1 for route in ROUTES}  # were the predicted times to decide
-    monkeypatch.setattr("fastdp.grad_sample.planner.seconds", lambda route, shape, known: slow[route])
-    shape = Shape("conv", 4, 56 * 56, 49, 96, 96)
-    data = 2 * 4 * 4 * 96 * 56 * 56  # bytes of x and g
-    assert planner.materialises(shape, data, CPU, False)
-    assert not planner.materialises(shape, int(shape.gradient_bytes() / MORE) - 1, CPU, False)
-    assert planner.norm_route(shape, CPU, False) == "direct"
-    assert planner.norm_route(shape._replace(o=192), CPU, False) == "direct"  # two outputs a group: as it was

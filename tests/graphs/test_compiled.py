@@ -104,14 +104,6 @@ def test_numbers_that_python_read_are_compared_as_they_were_when_it_read() -> No
     assert not compiled.run([torch.full((3, 4), 2.0)])[1] and not compiled.run([-torch.ones(3, 4)])[1]
 
 
-def test_parameters_are_read_anew() -> None:
-    weight = torch.nn.Parameter(torch.ones(4))
-    compiled = compiled_of(lambda x: [x * weight], torch.ones(3, 4), held={"weight": weight})
-    with torch.no_grad():
-        weight.mul_(5)
-    assert torch.equal(compiled.run([torch.ones(3, 4)])[0][0], torch.full((3, 4), 5.0))
-
-
 def test_rows_picked_by_numbers_are_not_compiled() -> None:
     program = program_of(lambda x: [x[x[:, 0] > 0].sum(0)], torch.ones(3, 4))
     with pytest.raises(NotCompiled, match="picks rows"):

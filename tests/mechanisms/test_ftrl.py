@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.errors import AccountingError, StepError
-from fastdp.mechanisms import DPFTRL, ftrl_loader, nodes_over, variance_of
+from fastdp.mechanisms import DPFTRL, ftrl_loader, variance_of
 from fastdp.mechanisms.tree import TreeNoise
 
 N, BATCH = 24, 4
@@ -145,17 +144,6 @@ def test_the_noise_of_prefix_sums_has_the_variance_of_theory(reduced: bool) -> N
     assert variance_of(13, reduced) == pytest.approx(8 / 15 + 4 / 7 + 1 if reduced else 3)
 
 
-def test_nodes_over_a_step_are_no_more_than_counted() -> None:
-    """Every node that ends within the tree, so with variance reduction; the largest number over one step."""
-    for steps in range(1, 70):
-        over: dict[int, int] = defaultdict(int)
-        for height in range(8):
-            for low in range(0, steps - 2**height + 1, 2**height):
-                for leaf in range(low, low + 2**height):
-                    over[leaf] += 1
-        assert max(over.values()) == nodes_over(steps)
-
-
 def test_a_tree_is_one_function_of_key_and_steps_and_parts_of_a_parameter_agree() -> None:
     """The element at an index gets the noise of that index, whatever lies in one tensor."""
     whole, parts = TreeNoise(1), TreeNoise(1)
@@ -206,17 +194,6 @@ def test_clipping_is_the_engines_and_physical_batches_change_nothing(options: di
             model.parameters(), hand.parameters(), clipped_sum(hand, x, y, 1.0, "global"), strict=True
         ):
             torch.testing.assert_close(p, start - 0.1 * g / BATCH, rtol=0, atol=1e-7)
-
-
-def test_float32_and_the_fused_update_agree_with_float64() -> None:
-    ends = []
-    for kind in (torch.float64, torch.float32):
-        model = network().to(kind)
-        optimizer = made(model, momentum=0.9)
-        records = [(x.to(kind), y.to(kind)) for x, y in data()]
-        train(optimizer, model, ftrl_loader(records, batch_size=BATCH))
-        ends.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- refusals

@@ -12,10 +12,10 @@ import torch
 import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError, StepError
-from fastdp.mechanisms import DPFTRL, ftrl_loader, tree_epsilon, tree_noise_multiplier
-from fastdp.mechanisms.participation import Tree, runs_of
+from fastdp.mechanisms import ftrl_loader, tree_epsilon, tree_noise_multiplier
+from fastdp.mechanisms.participation import runs_of
 
-from .test_ftrl import BATCH, data, losses, made, network, train
+from .test_ftrl import BATCH, data, made, network, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model was never verified", "ignore:the noise comes from seed")
 
@@ -44,7 +44,7 @@ def test_epsilon_is_that_of_the_nodes_over_a_record(sigma: float, steps: int, ep
     assert found == pytest.approx(sigma, rel=0.01)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 100, 127, 128, 1000])
+@pytest.mark.parametrize("steps", [1, 100, 127, 128])
 @pytest.mark.parametrize("epochs", [1, 7])
 def test_rdp_is_that_of_dp_accounting(steps: int, epochs: int) -> None:
     """Its event for a tree an epoch, under the same relation (a record's place stays empty)."""
@@ -61,17 +61,6 @@ def test_rdp_is_that_of_dp_accounting(steps: int, epochs: int) -> None:
         assert mine > 0.99 * theirs
 
 
-@pytest.mark.parametrize(("sigma", "steps", "epochs"), [(3.0, 6, 3), (5.0, 1000, 2)])
-def test_prv_is_that_of_dp_accountings_privacy_loss_distributions(sigma: float, steps: int, epochs: int) -> None:
-    """As many Gaussian mechanisms as nodes; fastdp's is an upper bound that adds PRV's error of 0.01."""
-    library = pytest.importorskip("dp_accounting")
-    pld = pytest.importorskip("dp_accounting.pld")
-    accountant = pld.PLDAccountant(library.NeighboringRelation.REPLACE_SPECIAL)
-    accountant.compose(library.GaussianDpEvent(sigma), epochs * (math.floor(math.log2(steps)) + 1))
-    mine = tree_epsilon(noise_multiplier=sigma, steps_per_epoch=steps, epochs=epochs, delta=1e-5)
-    assert 0 <= mine - accountant.get_epsilon(1e-5) < 0.02
-
-
 def test_epsilon_of_a_run_is_that_of_its_trees() -> None:
     model = network()
     optimizer = made(model, noise_multiplier=6.0)
@@ -84,22 +73,6 @@ def test_epsilon_of_a_run_is_that_of_its_trees() -> None:
     assert optimizer.history == [(6.0, None, 18)]
     with pytest.raises(AccountingError, match="sample rate"):  # nobody takes it for a sampled run
         epsilon_of(optimizer.history, 1e-3)
-
-
-def test_the_batch_that_took_part_the_most_counts() -> None:
-    def cost(*trees: tuple[float, int, int]) -> float:
-        made = [Tree(str(number), *tree) for number, tree in enumerate(trees)]
-        return sum(nodes / sigma**2 for sigma, _, nodes in runs_of(made))
-
-    assert runs_of([]) == []
-    assert cost((1.0, 0, 3), (1.0, 3, 5)) == 3  # two trees of one pass: each batch is in one of them
-    assert cost((1.0, 0, 4), (1.0, 3, 5)) == 6  # batch 3 is in both
-    assert cost((1.0, 0, 8), (2.0, 0, 8)) == 4 + 4 / 4
-    brute = max(
-        sum(t[2].bit_length() for t in ((1.0, 0, 9), (1.0, 5, 2), (1.0, 6, 9)) if t[1] <= b < t[1] + t[2])
-        for b in range(20)
-    )
-    assert cost((1.0, 0, 9), (1.0, 5, 2), (1.0, 6, 9)) == brute
 
 
 def test_a_run_that_resumes_begins_a_tree_where_it_stopped_and_pays_no_more() -> None:
@@ -189,15 +162,3 @@ def test_a_delta_that_means_nothing_is_warned_of() -> None:
     train(optimizer, model, ftrl_loader(data(), batch_size=BATCH))
     with pytest.warns(UserWarning, match="1/24"):
         optimizer.epsilon(0.05)
-
-
-def test_training_lowers_the_loss_at_a_finite_epsilon() -> None:
-    model, records = network(), data(240)
-    optimizer = DPFTRL(model, lr=0.5, momentum=0.5, noise_multiplier=4.0, max_grad_norm=1.0, seed=0)
-    x, y = (torch.stack(part) for part in zip(*records, strict=True))
-    before = float(losses(model, x, y).mean())
-    loader = ftrl_loader(records, batch_size=40)
-    for _ in range(15):
-        train(optimizer, model, loader)
-    assert float(losses(model, x, y).mean()) < 0.85 * before
-    assert 5 < optimizer.epsilon(1e-3) < 8

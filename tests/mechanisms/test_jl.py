@@ -37,20 +37,9 @@ def test_optimizers_refuse_it_with_the_reason() -> None:
         way("exact").detach()
 
 
-def test_estimates_are_of_the_norms() -> None:
-    torch.manual_seed(0)
-    model, x, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4), torch.ones(5).long()
-    gradients = [
-        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in jl.losses(model, x, y)
-    ]
-    exact = torch.tensor([math.sqrt(sum(float(g.square().sum()) for g in own)) for own in gradients])
-    assert (jl.projected_norms(model, x, y, 3000) / exact - 1).abs().max() < 4 / math.sqrt(2 * 3000)
-
-
-@pytest.mark.parametrize("projections", [4, 16])
-def test_epsilon_of_one_step_is_the_integral_over_chi(projections: int) -> None:
+def test_epsilon_of_one_step_is_the_integral_over_chi() -> None:
     """Without sampling, delta is the mean over chi of that of a Gaussian mechanism with mu = sqrt(k / chi) / sigma."""
-    sigma, delta = 2.0, 1e-3
+    sigma, delta, projections = 2.0, 1e-3, 4
 
     def of_gaussian(mu: float, epsilon: float) -> float:
         return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from fastdp.ops import extension, registry
+from fastdp.ops import extension
+from fastdp.ops.registry import forced
 
-NATIVE = not isinstance(registry.native(), str)
-
-
-@pytest.fixture(params=["reference", "native"] if NATIVE else ["reference"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every operator in plain PyTorch, then by the compiled kernels if they are built."""
-    with registry.forced("reference" if request.param == "reference" else "auto"):
-        yield request.param
+from .backends import BACKENDS
+from .by_triton import serve_by_triton, small_tiles
+from .kernels_truth import poisoned
 
 
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written is NaN, or bytes that no kernel left."""
-    monkeypatch.setattr(extension, "doubles", lambda size: torch.full((size,), math.nan, dtype=torch.float64))
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every operator in plain PyTorch, by the compiled kernels, and by Triton's; new memory holds NaN."""
+    name: str = request.param
+    if name.startswith("Triton"):
+        serve_by_triton(monkeypatch, every=True)
+    if name.endswith("small tiles"):
+        small_tiles(monkeypatch)
     monkeypatch.setattr(extension, "scratch", lambda size: torch.full((size,), 255, dtype=torch.uint8))
-    empty = torch.empty
-
-    def nan(*args: Any, **kwargs: Any) -> Tensor:
-        made = empty(*args, **kwargs)
-        return made.fill_(math.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", nan)
+    with poisoned(), forced("reference" if name == "reference" else "auto"):
+        yield name

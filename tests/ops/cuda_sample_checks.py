@@ -135,3 +135,6 @@ def check_embedding_layouts(device: str) -> None:
     norms = cuda.embedding_norm_sq(ids.to(device), g.to(device)).cpu().double()
     assert not norms[2].isfinite()
     assert torch.allclose(norms[[0, 1, 3]], squares[[0, 1, 3]], rtol=1e-6)
+
+
+CHECKS = [check_clip_factors, check_embedding_long_segments, check_embedding_layouts]

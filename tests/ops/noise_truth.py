@@ -22,15 +22,9 @@ def draw(count: int, key: bytes = KEY, step: int = 0, offset: int = 0, dtype: to
     return noise_(torch.full((count,), math.nan, dtype=dtype), 1.0, key, step, offset)
 
 
-def single_error(normal: Tensor, backend: str) -> Tensor:
-    """How far float32 noise may be from these float64 normals of any indices: radii are below 6.5 here."""
-    rounding = normal.abs() * 2.0**-24
-    return rounding if backend == "reference" else rounding + 6.5 * SINGLE_ERROR
-
-
 def blocks(backend: str, state: list[int]) -> Tensor:
     """64 consecutive blocks, [16, 64] int64."""
-    if backend == "native":
+    if backend == "C++":
         words = torch.full((16, LANES), 7, dtype=torch.int32)
         given = torch.tensor(state).to(torch.int32)
         native().chacha20_blocks(given.data_ptr(), words.data_ptr())

@@ -133,27 +133,18 @@ def test_a_small_segment_beside_large_ones_keeps_its_bound() -> None:
     assert torch.equal(found, bounds.of_segments(rows, rows, starts, 4))
 
 
-def test_numbers_by_hand() -> None:
-    squares = torch.tensor([4.0, 4.0, 0.0, float("inf"), float("nan")], dtype=torch.float64)
-    bound = torch.tensor([1.0, 1e-6, 1.0, 1.0, 1.0], dtype=torch.float64)
-    found = bounds.enlarged(squares, bound)
-    assert abs(float(found[0]) - 9) < 1e-3 and float(found[1]) == 4 and float(found[2]) == 1
-    assert not bool(torch.isfinite(found[3:]).any()), "such samples are dropped"
-    ids = torch.tensor([[1, 2, 1, 1, 5], [1, 2, 3, 4, 5]])
-    g = torch.ones(2, 5, 4)
-    own = bounds.of_repeats(ids, g)
-    assert float(own[1]) == 0 and abs(float(own[0]) - bounds.roundings(3) * 2.0**-24 * 6) < 1e-9
-    starts = torch.tensor([0, 1, 3])  # one matrix, two samples; the last row is of no matrix
-    rows = torch.ones(4, 4)
-    rows[3] = float("nan")
-    segments = bounds.of_segments(rows, rows, starts, 2)
-    assert float(segments[0]) == 0 and abs(float(segments[1]) - bounds.roundings(2) * 2.0**-24 * 8) < 1e-9
-    assert not bounds.is_small(squares[:1], bound[:1]) and bounds.is_small(squares[1:2], bound[1:2])
-    assert bounds.enlarged(squares, None) is squares
-
-
 def test_sums_in_blocks_are_no_further_off_than_a_block() -> None:
     assert bounds.roundings(10**6) == bounds.roundings(bounds.BLOCK)
     assert bounds.roundings(10**6, blocks=False) > 100 * bounds.roundings(bounds.BLOCK)
     thin, wide = (bounds.units_of_products(torch.zeros(1, 2000, 4), torch.zeros(1, 2000, o)) for o in (1, 4))
     assert thin > 3 * wide, "a product of vectors is added term by term"
+
+
+def test_norms_are_enlarged_by_a_bound_that_is_not_small() -> None:
+    squares = torch.tensor([4.0, 4.0, 0.0, float("inf"), float("nan")], dtype=torch.float64)
+    bound = torch.tensor([1.0, 1e-6, 1.0, 1.0, 1.0], dtype=torch.float64)
+    found = bounds.enlarged(squares, bound)
+    assert abs(float(found[0]) - 9) < 1e-3 and float(found[1]) == 4 and float(found[2]) == 1
+    assert not bool(torch.isfinite(found[3:]).any()), "such samples are dropped"
+    assert not bounds.is_small(squares[:1], bound[:1]) and bounds.is_small(squares[1:2], bound[1:2])
+    assert bounds.enlarged(squares, None) is squares

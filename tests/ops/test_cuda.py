@@ -1,7 +1,5 @@
 """The CUDA kernels without a GPU: nvcc compiles them without spills, and the same sources, compiled by g++ with a
 stand-in for CUDA (tests/emulation), agree with the references.
-
-`python -m tests.ops.test_cuda` prints each kernel's registers and shared memory.
 """
 
 import functools
@@ -22,8 +20,11 @@ from typing import Any
 import pytest
 import torch
 
+from fastdp import ops
 from fastdp.ops import checks as op_checks
-from fastdp.ops import cuda
+from fastdp.ops import cuda, registry
+from fastdp.ops.registry import OPERATORS
+from fastdp.ops.trials import trials
 
 from . import cuda_checks as checks
 from . import cuda_sample_checks as sample_checks
@@ -64,7 +65,7 @@ def compiled(source: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 "file": source.name,
-                "kernel": readable(name),
+                "kernel": name,
                 "sm": int(target),
                 "registers": number(r"Used (\d+) registers"),
                 "shared": number(r"(\d+) bytes smem"),
@@ -73,16 +74,6 @@ def compiled(source: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def readable(name: str) -> str:
-    """A kernel's name and its types from the mangled name."""
-    types = {"f": "float", "d": "double", "6__half": "half", "13__nv_bfloat16": "bfloat16"}
-    words = re.findall(r"\d+(prepare_step|noisy_step|noise|chacha20|transform|clip_factors|embedding_\w+?|sum_\w+?"
-                       r"|AdamW|Sgd)(?=I|E|P|v|N)", name)  # fmt: skip
-    arguments = re.findall(r"I(f|d|6__half|13__nv_bfloat16)(?:(f|d|S\d*_|6__half|13__nv_bfloat16))?E", name)
-    inner = ", ".join(types.get(a, "same") for a in (arguments[0] if arguments else ()) if a)
-    return " ".join(words) + (f" <{inner}>" if inner else "")
 
 
 @functools.cache
@@ -110,19 +101,7 @@ def test_every_kernel_compiles_without_spills_for_every_target() -> None:
     # what the launch needs: 3 blocks of 256 threads a multiprocessor in float, one in double
     steps = [row for row in rows if "noisy_step" in row["kernel"]]
     assert len(steps) == 36
-    assert all(row["registers"] <= (255 if "double" in row["kernel"] else 80) for row in steps)
-
-
-def table() -> str:
-    """kernel, then registers and bytes of shared memory by target."""
-    lines = [f"{'kernel':<44}" + "".join(f"{f'sm_{t} regs':>12}{'smem':>6}" for t in TARGETS)]
-    by_kernel: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for row in resources():
-        by_kernel.setdefault((row["file"], row["kernel"]), {})[row["sm"]] = row
-    for (file, kernel), each in sorted(by_kernel.items()):
-        cells = "".join(f"{each[t]['registers']:>12}{each[t]['shared']:>6}" for t in TARGETS)
-        lines.append(f"{file.removesuffix('.cu') + ': ' + kernel:<44}{cells}")
-    return "\n".join(lines)
+    assert all(row["registers"] <= (255 if "IdE" in row["kernel"] or "Idd" in row["kernel"] else 80) for row in steps)
 
 
 def test_a_build_of_cuda_that_is_asked_for_fails_where_it_cannot_be_made(tmp_path: Path) -> None:
@@ -150,11 +129,26 @@ def hooks() -> emulation.Hooks:
     return emulation.Hooks()
 
 
+def is_cuda(operator: registry.Operator) -> bool:
+    return "cuda" in operator.kernels and operator.kernels["cuda"].backend == "CUDA C++"
+
+
+def serve(patch: pytest.MonkeyPatch) -> None:
+    """The emulated kernels, in place of the C++ ones."""
+    module = emulation.module()
+    patch.setattr(cuda, "_native", lambda: module)
+    patch.setattr(cuda, "_place", lambda device: (0, 0))
+    patch.setattr(registry, "native_cuda", lambda: module)
+    for operator in OPERATORS.values():
+        if is_cuda(operator):
+            kernel = registry.Kernel("CUDA C++", operator.kernels["cuda"]._own.__wrapped__)
+            patch.setitem(operator.kernels, "cpu", kernel)
+
+
 @pytest.fixture(params=[False, True], ids=["forward", "reversed"])
 def emulated(request: pytest.FixtureRequest, hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """fastdp.ops.cuda on the emulated kernels, blocks and threads in one order and in the other."""
-    monkeypatch.setattr(cuda, "_native", emulation.module)
-    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    """CUDA's operators by the emulated kernels, blocks and threads in one order and in the other."""
+    serve(monkeypatch)
     hooks.reverse(request.param)
     hooks.failed_assertions()
     yield "cpu"
@@ -162,69 +156,49 @@ def emulated(request: pytest.FixtureRequest, hooks: emulation.Hooks, monkeypatch
     assert hooks.failed_assertions() == 0
 
 
-CHECKS = [
-    checks.check_block_function,
-    checks.check_transform,
-    checks.check_shards,
-    checks.check_edges,
-    checks.check_std_is_never_rounded_down,
-    checks.check_many_tensors,
-    checks.check_mixed_types,
-    checks.check_counter,
-    checks.check_without_noise,
-    sample_checks.check_clip_factors,
-    sample_checks.check_embedding_long_segments,
-    sample_checks.check_embedding_layouts,
-]
+ON = checks.On("cpu")  # where the emulation serves
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_emulated(check: Callable[[str], None], emulated: str) -> None:
+@pytest.mark.parametrize("check", [*checks.CHECKS, *checks.OF_CUDA], ids=lambda check: check.__name__)
+def test_emulated(check: Callable[[checks.On], None], emulated: str) -> None:
+    check(ON)
+
+
+@pytest.mark.parametrize("check", sample_checks.CHECKS, ids=lambda check: check.__name__)
+def test_emulated_samples(check: Callable[[str], None], emulated: str) -> None:
     check(emulated)
 
 
 @pytest.mark.parametrize("dtype", checks.FLOATS)
-@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, sample_checks.check_embedding])
-def test_emulated_by_type(check: Callable[[str, torch.dtype], None], dtype: torch.dtype, emulated: str) -> None:
-    check(emulated, dtype)
+def test_emulated_by_type(dtype: torch.dtype, emulated: str) -> None:
+    checks.check_noise(ON, dtype)
+    sample_checks.check_embedding(emulated, dtype)
 
 
-PAIRS = [(dtype, dtype) for dtype in checks.FLOATS] + [(dtype, torch.float32) for dtype in checks.HALF]
-SGD = [
-    {},
-    {"weight_decay": 0.1, "maximize": True},
-    {"momentum": 0.9},
-    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-    {"momentum": 0.8, "nesterov": True, "maximize": True},
-]
-ADAMW = [
-    {"weight_decay": 0.1},
-    {"weight_decay": 0.0, "maximize": True},
-    {"weight_decay": 0.1, "decoupled": False},
-    {"weight_decay": 0.1, "decoupled": False, "maximize": True},
-]
+@pytest.mark.parametrize(("dtype", "state_dtype"), checks.PAIRS)
+@pytest.mark.parametrize(("rule", "options"), checks.RULES)
+def test_emulated_steps(rule: Any, options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
+    rule(ON, dtype, state_dtype, **options)
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
-@pytest.mark.parametrize("options", SGD)
-def test_emulated_sgd(options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
-    checks.check_sgd(emulated, dtype, state_dtype, **options)
-
-
-@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
-@pytest.mark.parametrize("options", ADAMW)
-def test_emulated_adamw(options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
-    checks.check_adamw(emulated, dtype, state_dtype, **options)
+@pytest.mark.parametrize("name", [name for name, each in OPERATORS.items() if "cpu" in each.kernels and is_cuda(each)])
+def test_operators_reach_their_kernels(name: str, emulated: str) -> None:
+    """As the dispatcher calls them: with the schema's arguments, and nothing returned where it has nothing."""
+    returns = torch.ops.fastdp
+    returns = getattr(getattr(returns, OPERATORS[name].packet), OPERATORS[name].overload)._schema.returns
+    for trial in trials(name, torch.device("cpu"), torch.float32):
+        found = OPERATORS[name].implementation("cpu")(*trial.args, **trial.kwargs)
+        assert (found is None) == (not returns)
+    ops.check_kernel(name, device="cpu")
 
 
 def test_results_do_not_depend_on_the_order_of_threads(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_native", emulation.module)
-    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    serve(monkeypatch)
     ids, g = sample_checks.look_up(3, 200, 130, 9, torch.float32)
     results = []
     for reverse in (False, True):
         hooks.reverse(reverse)
-        params, _, offsets = checks.problem(torch.float32, "cpu")
+        params, offsets = checks.problem(torch.float32, "cpu")
         cuda.noisy_sgd_step_(params, checks.sums_like(params, 0), [], offsets, step=1, **checks.COMMON)
         embedded = cuda.embedding_norm_sq(ids, g, dtype=torch.float64)
         summed = cuda.embedding_clipped_sum(ids, g, torch.rand(3, generator=torch.Generator().manual_seed(1)), 9)
@@ -305,8 +279,7 @@ def test_a_failed_launch_names_the_kernel(emulated: str, hooks: emulation.Hooks)
 
 def test_ids_outside_the_table_write_nothing(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fail the device assertion, which on a GPU ends the kernel; nothing is written before."""
-    monkeypatch.setattr(cuda, "_native", emulation.module)
-    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    serve(monkeypatch)
     hooks.failed_assertions()
     whole = torch.zeros(7, 4)
     ids = torch.tensor([[-3, 0, 5, 1, 2**40]])
@@ -319,7 +292,3 @@ def test_without_the_module_the_reason_is_given(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cuda, "native_cuda", lambda: "fastdp._CUDA is not installed: reinstall")
     with pytest.raises(RuntimeError, match="no CUDA kernels: fastdp._CUDA is not installed"):
         cuda._native()
-
-
-if __name__ == "__main__":
-    print(table())

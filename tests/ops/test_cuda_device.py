@@ -19,7 +19,6 @@ from fastdp.ops.registry import native_cuda
 
 from . import cuda_checks as checks
 from . import cuda_sample_checks as sample_checks
-from .test_cuda import ADAMW, CHECKS, PAIRS, SGD
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [
@@ -29,37 +28,42 @@ pytestmark = [
 DEVICE = "cuda:0"
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_on_device(check: Callable[[str], None]) -> None:
+ON = checks.On(DEVICE)
+CHECKS = [*checks.CHECKS, *checks.OF_CUDA]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_device(check: Callable[[checks.On], None]) -> None:
+    check(ON)
+
+
+@pytest.mark.parametrize("check", sample_checks.CHECKS, ids=lambda check: check.__name__)
+def test_samples_on_device(check: Callable[[str], None]) -> None:
     check(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", checks.FLOATS)
-@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, sample_checks.check_embedding])
-def test_on_device_by_type(check: Callable[[str, torch.dtype], None], dtype: torch.dtype) -> None:
-    check(DEVICE, dtype)
+def test_on_device_by_type(dtype: torch.dtype) -> None:
+    checks.check_noise(ON, dtype)
+    sample_checks.check_embedding(DEVICE, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
-@pytest.mark.parametrize("options", SGD)
-def test_sgd_on_device(options: Any, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    checks.check_sgd(DEVICE, dtype, state_dtype, **options)
-
-
-@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
-@pytest.mark.parametrize("options", ADAMW)
-def test_adamw_on_device(options: Any, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    checks.check_adamw(DEVICE, dtype, state_dtype, **options)
+@pytest.mark.parametrize(("dtype", "state_dtype"), checks.PAIRS)
+@pytest.mark.parametrize(("rule", "options"), checks.RULES)
+def test_steps_on_device(rule: Any, options: Any, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    rule(ON, dtype, state_dtype, **options)
 
 
 def test_sanitizer_small_sizes_of_everything() -> None:
     for check in CHECKS:
+        check(ON)
+    for check in sample_checks.CHECKS:
         check(DEVICE)
-    checks.check_noise(DEVICE, torch.bfloat16)
+    checks.check_noise(ON, torch.bfloat16)
     sample_checks.check_embedding(DEVICE, torch.float16)
-    checks.check_sgd(DEVICE, torch.float16, torch.float16, momentum=0.9)
-    checks.check_adamw(DEVICE, torch.bfloat16, torch.float32, weight_decay=0.1)
-    checks.check_adamw(DEVICE, torch.float64, torch.float64, weight_decay=0.1)
+    checks.check_sgd(ON, torch.float16, torch.float16, momentum=0.9)
+    checks.check_adamw(ON, torch.bfloat16, torch.float32, weight_decay=0.1)
+    checks.check_adamw(ON, torch.float64, torch.float64, weight_decay=0.1)
     torch.cuda.synchronize()
 
 
@@ -84,7 +88,7 @@ def test_many_tiles_and_elements_behind_two_to_the_31() -> None:
     cuda.noise_(big, 1.0, checks.WORDS, 3, 77)
     for low, count in ((0, 5000), (1 << 30, 5000), (big.numel() - 5000, 5000)):
         truth = reference_noise(count, checks.KEY, 3, 77 + low, dtype=torch.float64)
-        assert checks.one_rounding(big[low : low + count], truth, torch.float32)
+        assert checks.rounded(ON, big[low : low + count], truth, torch.float32)
     assert not bool(big[:: 1 << 10].isnan().any())
 
 
@@ -100,7 +104,7 @@ def test_statistics_of_ten_million_normals() -> None:
 
 def test_the_same_bits_every_time_on_any_stream() -> None:
     def all_of_it() -> list[Tensor]:
-        params, _, offsets = checks.problem(torch.float32, DEVICE, [(100_003,), (7, 1000)])
+        params, offsets = checks.problem(torch.float32, DEVICE, [(100_003,), (7, 1000)])
         sums = checks.sums_like(params, 0)
         state = checks.adamw_state(params)
         cuda.noisy_adamw_step_(params, sums, *state, offsets, step=1, t=1, **checks.COMMON, **checks.ADAMW)
@@ -122,7 +126,7 @@ def test_the_same_bits_every_time_on_any_stream() -> None:
 
 
 def graph_problem() -> tuple[list[Tensor], list[Tensor], tuple[list[Tensor], list[Tensor]], list[int]]:
-    params, _, offsets = checks.problem(torch.float32, DEVICE)
+    params, offsets = checks.problem(torch.float32, DEVICE)
     return params, checks.sums_like(params, 3), checks.adamw_state(params), offsets
 
 

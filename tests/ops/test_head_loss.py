@@ -19,20 +19,31 @@ from fastdp.losses import causal_lm_loss, linear_cross_entropy, token_loss
 from fastdp.ops import head, head_loss, head_sums
 from fastdp.ops.head import Head, Terms
 from fastdp.ops.head_loss import Wanted, evaluate
+from fastdp.ops.registry import triton_module
+
+from .backends import TRITON
 
 B, T, D, V = 3, 5, 4, 11
 # bytes of whole logits, bytes of a slice: all at once; by samples; by slices, of several words and of one
 CUTS = [(2**27, 2**26), (8 * T * V, 2**26), (1, 256), (1, 1)]
+KERNEL = [("kernel", *CUTS[0]), ("kernel", 1, 4096)] if TRITON else []
 
 
-@pytest.fixture(params=CUTS, ids=str)
-def cut(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(head_loss, "LIMIT", request.param[0])
-    monkeypatch.setattr(head_loss, "PART", request.param[0])
-    monkeypatch.setattr(head, "SLICE", request.param[1])
-    if request.param[0] < 2**27:  # a few rows at a time
+@pytest.fixture(params=[*CUTS, *KERNEL], ids=str)
+def cut(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """The type of numbers that is to be asked: Triton's kernel, in its interpreter, takes float32 alone."""
+    *by_kernel, most, slice_ = request.param
+    monkeypatch.setattr(head_loss, "LIMIT", most)
+    monkeypatch.setattr(head_loss, "PART", most)
+    monkeypatch.setattr(head, "SLICE", slice_)
+    if most < 2**27:  # a few rows at a time
         monkeypatch.setattr(head_loss, "CACHED", 8 * V)
-    yield
+    for module in (head, head_loss) if by_kernel else ():
+        monkeypatch.setattr(module, "kernels_for", lambda z: triton_module("head_loss") if z.dtype == F32 else None)
+    yield torch.float32 if by_kernel else torch.float64
+
+
+F32 = torch.float32
 
 
 def plain(h: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **options: Any) -> Tensor:
@@ -59,43 +70,41 @@ def data(b: int = B, t: int = T, d: int = D, v: int = V, dtype: torch.dtype = to
     return h, w, y, c
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"label_smoothing": 0.1}, {"softcap": 2.0}, {"logit_scale": -0.5}, {"z_loss": 0.3},
+    {"label_smoothing": 0.1, "softcap": 2.0, "logit_scale": -0.5, "z_loss": 0.3},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(
-    "smoothing, cap, scale, z", itertools.product((0.0, 0.1), (None, 2.0), (1.0, -0.5), (0.0, 0.3))
-)
-def test_gradients(cut: None, smoothing: float, cap: float | None, scale: float, z: float, with_bias: bool) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients(cut: torch.dtype, options: dict[str, Any], with_bias: bool) -> None:
     for shift, masked in itertools.product((False, True), repeat=2):
-        h, w, y, c = data()
-        options = dict(label_smoothing=smoothing, softcap=cap, logit_scale=scale, z_loss=z, shift=shift)
-        options["mask"] = torch.randint(0, 2, (B, T)) if masked else None
+        h, w, y, c = data(dtype=cut)
+        more = {**options, "shift": shift, "mask": torch.randint(0, 2, (B, T)) if masked else None}
         given = [t.requires_grad_() for t in ((h, w, c) if with_bias else (h, w))]
-        bias = c if with_bias else None
-        found, exact = (f(h, w, y, bias, **options) for f in (linear_cross_entropy, plain))
-        torch.testing.assert_close(found, exact)
+        found = linear_cross_entropy(h, w, y, c if with_bias else None, **more)
+        exact = plain(h.double(), w.double(), y, c.double() if with_bias else None, **more)
+        limits = {} if cut == torch.float64 else {"rtol": 2e-5, "atol": 2e-5}
+        torch.testing.assert_close(found.double(), exact, **limits)
         weights = torch.tensor([0.3, -2.0, 1.0], dtype=torch.float64)
         for own, true in zip(torch.autograd.grad((found * weights).sum(), given),
                              torch.autograd.grad((exact * weights).sum(), given), strict=True):  # fmt: skip
-            torch.testing.assert_close(own, true)
-
-
-def test_gradcheck(cut: None) -> None:
-    h, w, y, c = data(2, 3, 3, 4)
-    given = [t.requires_grad_() for t in (h, w, c)]
-    assert torch.autograd.gradcheck(
-        lambda *a: linear_cross_entropy(a[0], a[1], y, a[2], z_loss=0.1, softcap=3.0), given
-    )
+            torch.testing.assert_close(own, true, **limits)
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (1, 1, 3, 2), (2, 1, 5, 7), (5, 33, 9, 70), (0, 3, 4, 5), (2, 0, 4, 5)]
+    "shape", [(1, 1, 1, 1), (1, 1, 3, 2), (5, 33, 9, 70), (1, 2, 3, 5000), (0, 3, 4, 5), (2, 0, 4, 5)]
 )
-def test_sizes_and_the_other_losses(cut: None, shape: tuple[int, ...]) -> None:
+def test_sizes_and_the_other_losses(cut: torch.dtype, shape: tuple[int, ...]) -> None:
     b, t, d, v = shape
     h, w, y = torch.randn(b, t, d), torch.randn(v, d), torch.randint(0, v, (b, t))
     if y.numel() > 2:
         y[0, 0] = -100
     logits = h @ w.t()
-    torch.testing.assert_close(linear_cross_entropy(h, w, y), token_loss(logits, y, reduction="none"))
+    torch.testing.assert_close(
+        linear_cross_entropy(h, w, y), token_loss(logits, y, reduction="none"), rtol=2e-5, atol=1e-5
+    )
     if t:
         shifted = causal_lm_loss(logits, y, reduction="none", label_smoothing=0.1)
         torch.testing.assert_close(linear_cross_entropy(h, w, y, shift=True, label_smoothing=0.1), shifted)
@@ -118,9 +127,9 @@ def bounded(found: Tensor, exact: Tensor, limit: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5, 4, 11), (2, 70, 9, 33), (2, 3, 40, 130)])
+@pytest.mark.parametrize("shape", [(3, 5, 4, 11), (2, 20, 9, 33), (2, 3, 40, 130)])
 @pytest.mark.parametrize("terms", [Terms(), Terms(-100, 0.1, 3.0, 0.7, 0.05)], ids=["plain", "all"])
-def test_norms_and_sums(cut: None, dtype: torch.dtype, shape: tuple[int, ...], terms: Terms) -> None:
+def test_norms_and_sums(cut: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...], terms: Terms) -> None:
     h, w, y, c = data(*shape, dtype)
     of, factors = torch.rand(shape[0]) + 0.5, torch.rand(shape[0])
     factors[0] = 0
@@ -150,7 +159,7 @@ def test_norms_and_sums(cut: None, dtype: torch.dtype, shape: tuple[int, ...], t
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_sample_stays_alone(cut: None, bad: float) -> None:
+def test_a_bad_sample_stays_alone(cut: torch.dtype, bad: float) -> None:
     h, w, y, c = data(4, 9, 4, 11, torch.float32)
     y[3] = 1
     clean = evaluate(h, y, Head(w, c, Terms()), Wanted(True, True, True))

@@ -143,84 +143,11 @@ def test_not_finite_in_every_kind_of_use(name):
     assert torch.isfinite(norms).tolist() == [True, False, True]
     factors[1] = 0
     sums = engine.clipped_sum(factors)
-    exact = truth(model_without(engine, model), batch, losses)
+    engine.detach()
+    exact = truth(model, batch, losses)
     for n, g in exact.items():
         want = g[0] + g[2]
         assert torch.allclose(sums[n].double(), want, rtol=1e-4, atol=1e-6 * float(norms_of(exact).max())), n
-
-
-def model_without(engine: fastdp.PerSampleGradients, model: nn.Module) -> nn.Module:
-    engine.detach()
-    return model
-
-
-def test_not_finite_samples_are_counted_and_training_goes_on():
-    model = mlp()
-    optimizer = fastdp.DPAdamW(model, lr=1e-2, noise_multiplier=0.5, expected_batch_size=4)
-    for step in range(3):
-        x = torch.randn(4, 6)
-        x[0, 0] = float("nan") if step < 2 else 1.0
-        model(x).square().sum(1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.nonfinite_samples == 2
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def test_norms_are_reproducible_to_the_bit():
-    for name in ("linear_long", "conv2d_large_image", "embedding_repeated", "tied_embedding_head"):
-        model, batch, losses = cases.build(name)
-        engine = fastdp.PerSampleGradients(model)
-        found = []
-        for _ in range(3):
-            losses(model, batch).mean().backward()
-            found.append(engine.norms())
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), name
-        engine.detach()
-
-
-def test_bf16_sums_are_float32_and_the_bound_holds():
-    """Summing many clipped gradients in bfloat16 would lose them; a bf16 norm would exceed the bound by 0.4 %."""
-    torch.manual_seed(0)
-    model = mlp().bfloat16()
-    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
-    x = torch.randn(512, 6).bfloat16()
-    model(x).square().sum().backward()
-    norms = engine.norms()
-    rows = engine.materialize()
-    assert all(g.dtype == torch.float32 for g in rows.values())
-    exact = torch.stack([g.double().flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
-    assert torch.allclose(norms.double(), exact, rtol=2e-6)
-    factors = (1 / norms).clamp(max=1)
-    for n, total in engine.clipped_sum(factors).items():
-        assert total.dtype == torch.float32
-        want = torch.einsum("b,b...->...", factors.double(), rows[n].double())
-        assert torch.allclose(total.double(), want, rtol=1e-4, atol=1e-4)
-
-
-def test_uninitialised_memory_is_never_read():
-    """Outputs of torch.empty are poisoned with NaN."""
-    original = torch.empty
-    poisoned = 0
-
-    def empty(*args, **kwargs):
-        nonlocal poisoned
-        out = original(*args, **kwargs)
-        if out.is_floating_point() and not out.is_meta:
-            out.detach().fill_(float("nan"))
-            poisoned += 1
-        return out
-
-    for name in ("linear_long", "conv2d_groups", "embedding_repeated", "gru_packed_bidirectional"):
-        model, batch, losses = cases.build(name)
-        engine = fastdp.PerSampleGradients(model)
-        torch.empty = empty
-        try:
-            losses(model, batch).mean().backward()
-            assert torch.isfinite(engine.norms()).all()
-        finally:
-            torch.empty = original
-            engine.detach()
 
 
 @pytest.mark.parametrize(
