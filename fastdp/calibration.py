@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,14 +152,15 @@ def _bin_of(confidence: Tensor, bins: int) -> Tensor:
     return (torch.bucketize(confidence, edges, right=False) - 1).clamp(0, bins - 1)
 
 
-def reliability_diagram(results: Mapping[str, Calibration], path: str | Path) -> None:
-    """Draw accuracy against confidence for each model as a PNG at `path`, by matplotlib (of the extra `demo`).
-
-    Without matplotlib it warns and draws nothing.
+def reliability_diagram(results: Mapping[str, Calibration], path: str | Path | None = None) -> Any:
+    """Draw accuracy against confidence for each model by matplotlib (of the extra `demo`), as a PNG at `path`.
 
     Args:
         results: a Calibration for each model, by name.
-        path: the file to write.
+        path: the file to write. None: no file.
+
+    Returns:
+        The matplotlib Figure, which notebooks show; None, with a warning, if there is no matplotlib.
 
     Raises:
         ValueError: if there are no results.
@@ -169,8 +170,8 @@ def reliability_diagram(results: Mapping[str, Calibration], path: str | Path) ->
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        warnings.warn(f"no matplotlib (pip install matplotlib): {path} is not drawn", stacklevel=2)
-        return
+        warnings.warn(f"no matplotlib (pip install matplotlib): no diagram is drawn at {path}", stacklevel=2)
+        return None
     figure = Figure(figsize=(4.2 * len(results), 4.4), layout="constrained")
     for position, (name, found) in enumerate(results.items()):
         axes = figure.add_subplot(1, len(results), position + 1)
@@ -182,4 +183,6 @@ def reliability_diagram(results: Mapping[str, Calibration], path: str | Path) ->
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
         axes.set_title(f"{name}\nECE {100 * found.ece:.1f} %, NLL {found.nll:.3f}", fontsize=10)
         axes.legend(loc="upper left", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure

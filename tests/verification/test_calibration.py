@@ -140,6 +140,7 @@ def test_a_reliability_diagram_by_matplotlib(tmp_path, monkeypatch: pytest.Monke
     pytest.importorskip("matplotlib")
     logits, labels = predictions()
     results = {"a": calibration(logits, labels), "b": calibration(logits / 2, labels)}
+    assert len(reliability_diagram(results).axes) == 2  # one for each model, no file
     reliability_diagram(results, tmp_path / "d.png")
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no results"):
