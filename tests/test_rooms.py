@@ -21,11 +21,12 @@ ORDER = (
     ("training",),
     ("analysis", "losses", "mechanisms", "ntk", "sampling", "schedule"),
     ("calibration", "diagnostics"),
-    ("audit", "commands", "compat", "finetune", "hf", "lightning", "tracking"),
+    ("audit", "commands", "compat", "hf", "lightning", "tracking"),
+    ("finetune",),
     ("__init__", "__main__"),
 )
 FLOOR = {name: number for number, names in enumerate(ORDER) for name in names}
-GUESTS = ORDER[8]  # they use fastdp as a user would: `import fastdp` is theirs, too
+GUESTS = (*ORDER[8], *ORDER[9])  # they use fastdp as a user would: `import fastdp` is theirs, too
 LONGEST = 400  # lines
 WITHIN = {"kernels"}  # Triton's, which ops import when a device asks for them
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..training.words import listed
-from .job import FinetuneError
+from .plan import FinetuneError
 from .tables import Table
 from .tasks import TASKS, one_answer
 

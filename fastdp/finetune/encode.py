@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from ..losses import IGNORE
 from ..training.words import count
-from .job import FinetuneError
+from .plan import FinetuneError
 from .records import Records
 from .tasks import TASKS
 

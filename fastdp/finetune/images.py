@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..training.words import count, listed
-from .job import FinetuneError
 from .labels import class_name, label_names
 from .models import first_line, quiet, read
+from .plan import FinetuneError
 from .records import Data, Records, check, split, with_digest
 from .tables import Bad, Table, refuse_bad
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..training.compatible import make_compatible
 from ..training.words import count, listed
-from .job import FinetuneError
+from .plan import FinetuneError
 from .tasks import TASKS, generates
 
 

@@ -20,14 +20,13 @@ from .batch_size import Fit, fit
 from .encode import Collate, Encoded, encode, inputs_of, longest, padding, widths
 from .evaluation import Evaluation
 from .images import Images, collate_images, load_images, load_processor
-from .job import FinetuneError, Job, Plan
 from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .options import BETA, PER_PERSON
-from .ranks import own_device, started
+from .plan import FinetuneError, Job, Plan
+from .processes import own_device, started
 from .records import Data, load_data
-from .replays import check as check_graphed
 from .tables import refuse_absent
-from .task_losses import fused_loss_of, graphed_of, loss_of, preference_loss_of, reference_of
+from .task_losses import graphed_of, losses_of, reference_of
 from .tasks import TASKS, one_answer
 
 _EVALUATED_AT_ONCE = 32
@@ -100,26 +99,19 @@ def prepare(options: Namespace) -> Prepared:
     units = len(encoded) if groups is None else len(set(groups))
     plan = preflight.make_plan(options, units)
     fused = _fused(options, model, collate([encoded[0]]), device) if options.fused_loss else None
-    loss = loss_of(model, options.task) if fused is None else fused_loss_of(model, fused)
-    if options.task == "preference":
-        loss = preference_loss_of(model, options.beta)
     low, high = options.label_range or (-1.0, 1.0)
     evaluation = None if held_out is None else Evaluation(
         held_out, collate, options.task, _EVALUATED_AT_ONCE, fused, data.names, (high - low) / 2
     )  # fmt: skip
-    per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
-        model=model, loss=loss, data=encoded, collate=collate, plan=plan,
-        folder=options.out,
-        evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
+        model=model, losses=losses_of(model, options.task, options.beta, fused), data=encoded, collate=collate,
+        plan=plan, out=options.out, length=encoded.length, groups=groups, group_by=options.group_by,
+        evaluate=evaluation, new=new_parameters(model, new),
         fingerprint={"data (training records)": data.train.digest, "tokens": encoded.digest()},
-        group_by=groups, length=encoded.length, new=new_parameters(model, new),
-        graphed=graphed_of(model, options.task, encoded, collate) if options.graphed else None,
     )  # fmt: skip
-    if job.graphed is not None and started()[1] > 1:
-        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
-    if job.graphed is not None:
-        check_graphed(job, device)
+    if options.graphed:
+        job.graphed = graphed_of(options.task, encoded, collate)
+        _check_graphed(job)
     sections = [
         ("model", _model_lines(options, model, [*notes, *more])),
         ("data", _data_lines(options, data, encoded, held_out, most, units)),
@@ -185,6 +177,16 @@ def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor],
     finally:
         model.train(training)
     return found
+
+
+def _check_graphed(job: Job) -> None:
+    """Raises FinetuneError if the steps of a job cannot be replayed."""
+    if started()[1] > 1:
+        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
+    if job.groups is not None:
+        raise FinetuneError("--graphed replays batches of records, and --group-by protects persons: leave one out")
+    if job.device.type != "cpu":
+        raise FinetuneError(f"--graphed replays on the CPU only, and the model is on {job.device}: leave it out")
 
 
 def _measure(ready: Prepared) -> None:

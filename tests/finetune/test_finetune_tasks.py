@@ -9,9 +9,9 @@ import torch
 
 from fastdp.finetune import figures
 from fastdp.finetune.encode import Collate, Encoded, encode
-from fastdp.finetune.job import FinetuneError
+from fastdp.finetune.plan import FinetuneError
 from fastdp.finetune.records import load_data
-from fastdp.finetune.task_losses import answer_scores, preference_loss_of, reference_of
+from fastdp.finetune.task_losses import answer_scores, losses_of, reference_of
 
 from .finetune_models import (
     card_of,
@@ -85,21 +85,21 @@ def test_a_run_of_each_task(tmp_path, capsys, task):
 
 @pytest.mark.parametrize("task", ["preference", "seq2seq"])
 def test_a_run_that_is_resumed_is_the_one_that_would_have_been(tmp_path, task, monkeypatch):
-    from fastdp.finetune.run_state import Standing
+    from fastdp.finetune.run import Trainer
 
     model, data, weights = model_for(tmp_path / "m", task), table_of(tmp_path / "d.jsonl", task), []
     words = ("--task", task, "--seed", 1, "--checkpoint-every", 1, *QUICK[2:], "--epochs", 1, "--out")
     assert command(model, data, *words, tmp_path / "whole") == 0
-    saved = Standing._save
+    saved = Trainer._save_checkpoint
 
-    def full(self, needed):
-        saved(self, needed)
-        if self.step == 2:
+    def full(self, *arguments):
+        saved(self, *arguments)
+        if self.state.global_step == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Standing, "_save", full)
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
     assert command(model, data, *words, tmp_path / "part") == 130
-    monkeypatch.setattr(Standing, "_save", saved)
+    monkeypatch.setattr(Trainer, "_save_checkpoint", saved)
     assert command(model, data, *words, tmp_path / "part", "--resume") == 0
     for name in ("whole", "part"):
         weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
@@ -235,7 +235,7 @@ def test_the_loss_of_a_preference_is_dpos(tmp_path):
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
         batch = collate([encoded[i] for i in range(6)])
-        found = preference_loss_of(model, 0.3)(model, batch)
+        found = losses_of(model, "preference", 0.3, None)(model, batch).mean()
         each = []
         for i in range(6):
             prompt, rejected = encoded.labels[i]
