@@ -71,12 +71,11 @@ def check(job: Job) -> str:
     total = len(job.data)
     by_length = sorted(range(total), key=job.length)
     spread = {by_length[k * (total - 1) // (CHECKED - 1)] for k in range(CHECKED)}  # short and long: padded and not
-    batch = job.batch(sorted(spread))
     params = [p for p in job.model.parameters() if p.requires_grad]
     try:
         with warnings.catch_warnings(), _without_zeros(params):
             warnings.simplefilter("ignore")
-            found = verify(job.model, job.loss, batch, params=params, samples=CHECKED)
+            found = verify(job.model, job.loss, job.batch(sorted(spread)), params=params, samples=CHECKED)
     except FastDPError as problem:
         raise FinetuneError(
             f"this model cannot be trained privately as it is:\n{problem}\nNo option of this command changes that: "

@@ -17,7 +17,7 @@ from ..training.fused_head import FusedHead
 from ..training.words import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, inputs_of, longest, padding, widths
+from .encode import Collate, Encoded, encode, inputs_of, longest, multiple_of, padding
 from .evaluation import Evaluation
 from .images import Images, collate_images, load_images, load_processor
 from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
@@ -81,14 +81,15 @@ def prepare(options: Namespace) -> Prepared:
         if options.label_range:  # who loads the model must know what 1 stands for
             settings.label_range = list(options.label_range)
         most = longest(model, tokenizer, options.task, options.max_length)
+        multiple = multiple_of(most) if options.graphed else None
+        most -= most % multiple if multiple and most > multiple else 0  # no batch may be wider than the model takes
         encoded = encode(data.train, tokenizer, model, options.task, most)
         held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
-        start = _start(model, options.task)
-        collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else (), start)
+        collate = Collate(tokenizer, model, options.task, multiple)
     model.to(device)
     if options.task == "preference":
         for each in filter(None, (encoded, held_out)):
-            each.reference = reference_of(model, each, collate, _EVALUATED_AT_ONCE, device)
+            each.add_reference(reference_of(model, each, collate, _EVALUATED_AT_ONCE, device))
     model, more = choose_trained(model, new, options)
     if options.new_lr is not None and not new_parameters(model, new):
         more.append("Note: --new-lr has no effect, as every trained weight is pre-trained")
@@ -150,17 +151,6 @@ def settle(options: Namespace) -> None:
             raise FinetuneError(f"--{name.replace('_', '-')} does not go with --task {task}: give {flag}")
     if options.task != "preference" and options.beta != BETA:
         raise FinetuneError(f"--beta goes with --task preference, not with --task {options.task}")
-
-
-def _start(model: nn.Module, task: str) -> int | None:
-    """The token that a target begins with. Raises FinetuneError where the model names none."""
-    if task != "seq2seq":
-        return None
-    settings: Any = model.config
-    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-        if (found := getattr(settings, name, None)) is not None:
-            return int(found)
-    raise FinetuneError("the model's config.json names no decoder_start_token_id, with which a target begins")
 
 
 def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:

@@ -48,11 +48,9 @@ def finetune(rank: int, world: int) -> Any:
     from fastdp.finetune.run import run
 
     _, job = _job(rank, world, None, "--seed", "7")
-    progress, losses = _progress(job), []
-    progress.step = lambda values: losses.append({"loss": values["loss"]})  # type: ignore[method-assign]
-    outcome = run(job, False, progress)
+    outcome = run(job, False, _progress(job))
     assert outcome.status == "finished" and (job.out / "journal.jsonl").exists()
-    return *found(job.model, [outcome.steps, outcome.lost_steps], outcome.epsilon), losses
+    return found(job.model, [outcome.steps, outcome.lost_steps], outcome.epsilon)
 
 
 def finetune_resumed(rank: int, world: int) -> None:
