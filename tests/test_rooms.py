@@ -20,13 +20,12 @@ ORDER = (
     ("distributed", "graphed"),
     ("training",),
     ("analysis", "losses", "mechanisms", "ntk", "sampling", "schedule"),
-    ("calibration", "diagnostics"),
-    ("audit", "commands", "compat", "hf", "lightning", "tracking"),
-    ("finetune",),
+    ("calibration", "diagnostics", "hf"),
+    ("audit", "commands", "compat", "finetune", "lightning", "tracking"),
     ("__init__", "__main__"),
 )
 FLOOR = {name: number for number, names in enumerate(ORDER) for name in names}
-GUESTS = (*ORDER[8], *ORDER[9])  # they use fastdp as a user would: `import fastdp` is theirs, too
+GUESTS = (*ORDER[8], "hf")  # they use fastdp as a user would: `import fastdp` is theirs, too
 LONGEST = 400  # lines
 WITHIN = {"kernels"}  # Triton's, which ops import when a device asks for them
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -182,11 +181,3 @@ class Images(Dataset[dict[str, Any]]):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         return {"pixel_values": self.kept[i] if i in self.kept else self._pixels(i), "label": self.labels[i]}
-
-
-def collate_images(items: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Items -> {"pixel_values": [B, C, H, W], "labels": [B]}."""
-    return {
-        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-        "labels": torch.tensor([item["label"] for item in items]),
-    }

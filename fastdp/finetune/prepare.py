@@ -19,8 +19,17 @@ from . import preflight
 from .batch_size import Fit, fit
 from .encode import Collate, Encoded, encode, inputs_of, longest, multiple_of, padding
 from .evaluation import Evaluation
-from .images import Images, collate_images, load_images, load_processor
-from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
+from .images import Images, load_images, load_processor
+from .models import (
+    RELOAD,
+    choose_trained,
+    known_labels,
+    load_config,
+    load_model,
+    load_tokenizer,
+    new_parameters,
+    transformers,
+)
 from .options import BETA, PER_PERSON
 from .plan import FinetuneError, Job, Plan
 from .processes import own_device, started
@@ -71,7 +80,7 @@ def prepare(options: Namespace) -> Prepared:
     most = 0
     encoded: Any
     held_out: Any = None
-    collate: Any = collate_images
+    collate: Any = transformers().default_data_collator  # of images
     if pictures:
         encoded = Images(data.train, tokenizer)
         held_out = None if data.held_out is None else Images(data.held_out, tokenizer)

@@ -34,7 +34,8 @@ def run(job: Job, resume: bool, progress: Progress) -> Outcome:
 
     SIGINT and SIGTERM end it after the current step, saved; a second one ends it at once.
     """
-    cached = getattr(job.model.config, "use_cache", None)
+    settings: Any = job.model.config
+    cached = getattr(settings, "use_cache", None)
     mask = os.umask(0o077)  # checkpoints hold metrics and counts
     try:
         trainer = Trainer(job, progress)
@@ -49,7 +50,7 @@ def run(job: Job, resume: bool, progress: Progress) -> Outcome:
     finally:
         os.umask(mask)
         if cached is not None:  # Trainer turns it off for training, and it would stay off in the saved model
-            job.model.config.use_cache = cached
+            settings.use_cache = cached
         job.model.eval()
     return trainer.outcome()
 

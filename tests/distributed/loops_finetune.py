@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -29,6 +30,7 @@ def _job(rank: int, world: int, folder: Any = None, *more: str) -> Any:
         reviews(folder / "reviews.csv")
     if world > 1:
         dist.barrier()
+        os.environ["LOCAL_RANK"] = str(rank)  # as torchrun sets it
     no_accelerator()
     words = ["finetune", str(folder / "model"), str(folder / "reviews.csv"), "--task", "classify", "--epsilon", "8"]
     words += ["--eval-fraction", "0", "--batch-size", "8", "--epochs", "1.6", "--accountant", "rdp", "--device", "cpu"]
