@@ -76,25 +76,7 @@ def prepare(options: Namespace) -> Prepared:
     words = "" if pictures else padding(tokenizer)
     model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
     notes = notes + ([words] if words else [])
-    settings: Any = model.config
-    most = 0
-    encoded: Any
-    held_out: Any = None
-    collate: Any = transformers().default_data_collator  # of images
-    if pictures:
-        encoded = Images(data.train, tokenizer)
-        held_out = None if data.held_out is None else Images(data.held_out, tokenizer)
-    else:
-        if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
-            settings.pad_token_id = tokenizer.pad_token_id
-        if options.label_range:  # who loads the model must know what 1 stands for
-            settings.label_range = list(options.label_range)
-        most = longest(model, tokenizer, options.task, options.max_length)
-        multiple = multiple_of(most) if options.graphed else None
-        most -= most % multiple if multiple and most > multiple else 0  # no batch may be wider than the model takes
-        encoded = encode(data.train, tokenizer, model, options.task, most)
-        held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
-        collate = Collate(tokenizer, model, options.task, multiple)
+    encoded, held_out, collate, most = _encoded(options, data, model, tokenizer)
     model.to(device)
     if options.task == "preference":
         for each in filter(None, (encoded, held_out)):
@@ -129,10 +111,30 @@ def prepare(options: Namespace) -> Prepared:
     ]
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
     ready.replaced = any(RELOAD in note for note in notes)
-    ready.revision = getattr(settings, "_commit_hash", None)
+    ready.revision = getattr(model.config, "_commit_hash", None)
     ready.tolerance = 5e-2 if options.dtype == "bfloat16" else 1e-4  # fastdp.verify's own
     _measure(ready)
     return ready
+
+
+def _encoded(options: Namespace, data: Data, model: nn.Module, tokenizer: Any) -> tuple[Any, Any, Any, int]:
+    """(records to train on, held-out records or None, what collates them, the largest number of tokens)."""
+    settings: Any = model.config
+    if options.task == "images":
+        held_out = None if data.held_out is None else Images(data.held_out, tokenizer)
+        return Images(data.train, tokenizer), held_out, transformers().default_data_collator, 0
+    if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = tokenizer.pad_token_id
+    if options.label_range:  # who loads the model must know what 1 stands for
+        settings.label_range = list(options.label_range)
+    most = longest(model, tokenizer, options.task, options.max_length)
+    multiple = multiple_of(most) if options.graphed else None
+    most -= most % multiple if multiple and most > multiple else 0  # no batch may be wider than the model takes
+    train, other = (
+        None if records is None else encode(records, tokenizer, model, options.task, most)
+        for records in (data.train, data.held_out)
+    )
+    return train, other, Collate(tokenizer, model, options.task, multiple), most
 
 
 def settle(options: Namespace) -> None:
