@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdp.audit import TESTS, audit
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 from tests.audit import audit_right
 from tests.audit.audit_zoo import PLANTED
 

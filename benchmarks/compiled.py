@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastdp.uses.timing import seconds
+from fastdp.grad_sample.timing import seconds
 
 from .contenders import nonprivate, ours
 from .models import Workload

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 from .coverage_engines import ENGINES
 from .coverage_models import MODELS

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 from .contenders import CONTENDERS, Contender, NotApplicable, graphed, trained
 from .models import GPT, Workload, class_losses, token_losses

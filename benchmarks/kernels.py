@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastdp import ops
 from fastdp.ops.registry import forced
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 from .timing import Row, append, interleaved, require_kernels, roofs, show, versions
 

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 import fastdp  # noqa: F401  (registers the operators)
 from fastdp.engine.gradients import Gradients
+from fastdp.grad_sample.linear import Matmul, row_sums
+from fastdp.grad_sample.parameter_use import ParameterUse, Stored
 from fastdp.ops import embedding, extension
 from fastdp.ops.registry import OPERATORS
-from fastdp.uses.linear import Matmul, row_sums
-from fastdp.uses.use import Stored, Use
 
 FREE = {"empty", "empty_strided", "new_empty", "empty_like", "detach", "alias", "scalar_tensor", "lift_fresh"}
 BF16 = torch.bfloat16
@@ -120,9 +120,11 @@ class Plain:
         return "gram" if shape.t * (shape.i + shape.o) < 2 * shape.i * shape.o else "direct"
 
 
-def gpt2_large(b: int = 8, t: int = 512, layers: int = 36, d: int = 1280, vocabulary: int = 50257) -> list[Use]:
+def gpt2_large(
+    b: int = 8, t: int = 512, layers: int = 36, d: int = 1280, vocabulary: int = 50257
+) -> list[ParameterUse]:
     """The uses of its blocks and its head, not tied; 16 bits."""
-    uses: list[Use] = []
+    uses: list[ParameterUse] = []
     for _ in range(layers):
         for i, o in ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d)):
             uses.append(Matmul(meta(o, i), meta(b, t, i), meta(b, t, o), "linear"))
@@ -131,22 +133,22 @@ def gpt2_large(b: int = 8, t: int = 512, layers: int = 36, d: int = 1280, vocabu
     return [*uses, Matmul(meta(vocabulary, d), meta(b, t, d), meta(b, t, vocabulary), "linear")]
 
 
-def stored_products(b: int = 32, count: int = 48, i: int = 768, o: int = 768) -> list[Use]:
+def stored_products(b: int = 32, count: int = 48, i: int = 768, o: int = 768) -> list[ParameterUse]:
     """Products whose per-sample gradients are stored."""
     return [Stored(meta(o, i), meta(b, o, i, dtype=torch.float32), "linear") for _ in range(count)]
 
 
-def gradients_of(uses: list[Use]) -> Gradients:
+def gradients_of(uses: list[ParameterUse]) -> Gradients:
     return Gradients(uses, uses[0].batch, 1.0, torch.device("meta"), Plain())  # type: ignore[arg-type]
 
 
-def norms_of(uses: list[Use]) -> Callable[[], Any]:
+def norms_of(uses: list[ParameterUse]) -> Callable[[], Any]:
     parameters = [use.operand for use in uses]
     # within what is counted: a copy that norms and sums share is made for norms
     return lambda: gradients_of(uses).norm_sq(parameters)
 
 
-def sums_of(uses: list[Use]) -> Callable[[], Any]:
+def sums_of(uses: list[ParameterUse]) -> Callable[[], Any]:
     parameters, factors = [use.operand for use in uses], meta(uses[0].batch, dtype=torch.float32)
     with counted():
         gradients = gradients_of(uses)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fastdp import ops
-from fastdp.training.progress import Bar
-from fastdp.uses import costs
-from fastdp.uses.costs import Shape
-from fastdp.uses.planner import Planner
+from fastdp.grad_sample import cost_model
+from fastdp.grad_sample.cost_model import Shape
+from fastdp.grad_sample.planner import Planner
+from fastdp.utils.progress_bar import Bar
 
 from .timing import Row, append, interleaved, require_kernels, show, versions
 
@@ -49,7 +49,7 @@ def linear(shape: Shape, make: Callable[..., Tensor]) -> dict[str, Run]:
     return {
         "gram": lambda: (ops.linear_norm_sq(a, g, "gram", dtype=torch.float64), ops.linear_clipped_sum(a, g, c)),
         "direct": lambda: (ops.linear_norm_sq(a, g, "direct", dtype=torch.float64), ops.linear_clipped_sum(a, g, c)),
-        "materialise": lambda: costs.weighted(ops.linear_per_sample(a, g), c),
+        "materialise": lambda: cost_model.weighted(ops.linear_per_sample(a, g), c),
     }
 
 
@@ -65,7 +65,7 @@ def convolution(shape: Shape, side: int, kernel: int, make: Callable[..., Tensor
             ops.conv_norm_sq(x, g, *size, method="direct", **kept),
             ops.conv_clipped_sum(x, g, c, *size),
         ),
-        "materialise": lambda: costs.weighted(ops.conv_per_sample(x, g, *size), c),
+        "materialise": lambda: cost_model.weighted(ops.conv_per_sample(x, g, *size), c),
     }
 
 
@@ -89,11 +89,11 @@ def one_position(shape: Shape) -> bool:
     return shape.family == "linear" and shape.t == 1
 
 
-def routes_to_try(shape: Shape, known: costs.Constants) -> dict[str, float]:
+def routes_to_try(shape: Shape, known: cost_model.Constants) -> dict[str, float]:
     """The routes that are small enough to be measured, and their predicted seconds."""
     found = {}
     for route in ("gram", "materialise") if one_position(shape) else ("gram", "direct", "materialise"):
-        predicted = costs.seconds(route, shape, known)
+        predicted = cost_model.seconds(route, shape, known)
         stored = shape.gradient_bytes() if route == "materialise" else 0
         if predicted < LIMIT_SECONDS and stored < LIMIT_BYTES:
             found[route] = predicted
@@ -159,9 +159,9 @@ def main() -> None:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # calibrated afresh
         begin = time.perf_counter()
-        known = costs.constants(device, dtype != torch.float32)
+        known = cost_model.constants(device, dtype != torch.float32)
         told = f"calibration: {time.perf_counter() - begin:.2f} s"
-        print(told + (" (not measured: default constants)" if known in costs.DEFAULTS.values() else ""))
+        print(told + (" (not measured: default constants)" if known in cost_model.DEFAULTS.values() else ""))
         rows = _rows(device, dtype, options, facts)
     rows.sort(key=lambda row: -float(str(row["loss"])))
     show(rows[: options.worst], COLUMNS, left=1)
@@ -171,7 +171,7 @@ def main() -> None:
 def _rows(device: torch.device, dtype: torch.dtype, options: argparse.Namespace, facts: Row) -> list[Row]:
     """All rows, kept in the file one by one: a run cut short keeps what it has."""
     planner, short = Planner(), dtype != torch.float32
-    known = costs.constants(device, short)
+    known = cost_model.constants(device, short)
     generator = torch.Generator(device).manual_seed(0)
 
     def make(*shape: int) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import fastdp
-from fastdp.engine import tracked
+from fastdp.engine import tracked_parameters
+from fastdp.grad_sample import cost_model
 from fastdp.ops.registry import watched
-from fastdp.uses import costs
 
 from .models import Workload
 from .roof_jobs import Job, Part, operator_job, sizes, tensors, torch_job
@@ -88,7 +88,7 @@ def as_on_a_gpu() -> Iterator[None]:
     config = torch.fx.experimental._config
     before = config.meta_nonzero_assume_all_nonzero
     for short in (True, False):
-        costs.keep(META, short, costs.DEFAULTS["cuda"])
+        cost_model.keep(META, short, cost_model.DEFAULTS["cuda"])
     try:
         torch.is_autocast_enabled = lambda *kind: False if kind == ("meta",) else asked(*kind)
         config.meta_nonzero_assume_all_nonzero = True
@@ -98,18 +98,18 @@ def as_on_a_gpu() -> Iterator[None]:
     finally:
         torch.is_autocast_enabled = asked
         config.meta_nonzero_assume_all_nonzero = before
-        costs.forget()
+        cost_model.forget()
 
 
 @contextmanager
 def _without_values() -> Iterator[None]:
     """Within it an engine may be made for parameters without numbers, which it refuses otherwise."""
-    before = tracked.is_lazy
-    tracked.is_lazy = lambda parameter: True  # type: ignore[assignment]
+    before = tracked_parameters.is_lazy
+    tracked_parameters.is_lazy = lambda parameter: True  # type: ignore[assignment]
     try:
         yield
     finally:
-        tracked.is_lazy = before
+        tracked_parameters.is_lazy = before
 
 
 def _placed(work: Workload, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:

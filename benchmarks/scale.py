@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 import fastdp
 from fastdp.distributed import private_names as names
 from fastdp.distributed.world import Ranks
-from fastdp.engine import tracked
+from fastdp.engine import tracked_parameters
 from fastdp.ops.registry import forced, watched
-from fastdp.training import privacy
+from fastdp.optim import private_step
 
 from .large import Llama
 from .models import LoRALinear, token_losses
@@ -136,15 +136,15 @@ def pretending(setting: Setting) -> Iterator[Any]:
     parts = setting.ranks // setting.copies
     sizes, dims = ((parts,), ("shard",)) if setting.copies == 1 else ((setting.copies, parts), ("copy", "shard"))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=dims)
-    before = tracked.is_lazy, privacy.world_for
-    tracked.is_lazy = lambda parameter: True  # type: ignore[assignment]
-    privacy.world_for = lambda *_: Pretended(None)  # type: ignore[assignment]
+    before = tracked_parameters.is_lazy, private_step.world_for
+    tracked_parameters.is_lazy = lambda parameter: True  # type: ignore[assignment]
+    private_step.world_for = lambda *_: Pretended(None)  # type: ignore[assignment]
     Ranks.__init__.__globals__["_CONTROL"][:] = [(dist.group.WORLD, dist.group.WORLD)]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), Told(), watched(), forced("reference"):
             yield mesh
     finally:
-        tracked.is_lazy, privacy.world_for = before  # type: ignore[assignment]
+        tracked_parameters.is_lazy, private_step.world_for = before  # type: ignore[assignment]
         Ranks.__init__.__globals__["_CONTROL"].clear()
         dist.destroy_process_group()
 

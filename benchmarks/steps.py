@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 from .contenders import CONTENDERS, Step, trained
 from .models import Workload

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from fastdp.engine.missing_kernels import missing
+from fastdp.grad_sample.timing import seconds
 from fastdp.ops.registry import native, native_cuda
-from fastdp.uses.timing import seconds
 
 Row = dict[str, object]
 FACTS = ("device", "threads", "torch", "triton", "opacus", "fastdp", "commit", "date")  # what `versions` tells

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
-from .analysis.verify import VerifyReport, verify
+from .batch_axis.marks import mark_rows
 from .engine.per_sample import PerSampleGradients
-from .layouts.marks import mark_rows
+from .grad_sample.custom_rules import RuleCall, register_rule
+from .optim.optimizers import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer
+from .optim.privatize import privatize
 from .sampling import poisson_loader
-from .training.compatible import CompatibilityReport, make_compatible
-from .training.optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer
-from .training.privatize import privatize
-from .uses.register import RuleCall, register_rule
+from .verification.compatible import CompatibilityReport, make_compatible
+from .verification.verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from .compat.opacus import PrivacyEngine

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .analysis.drawing import bars
+from .verification.drawing import bars
 
 
 class Calibration(NamedTuple):

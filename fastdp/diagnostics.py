@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .analysis.drawing import bars
+from .batch_axis.inputs import nested_tensors
 from .engine.gradients import Gradients
 from .engine.per_sample import PerSampleGradients
 from .errors import StepError
-from .layouts.inputs import nested_tensors
-from .training.optim import PrivateOptimizer
-from .training.preactivations import ACTIVATIONS, Hook, chosen_layers, runs_again
+from .losses.preactivations import ACTIVATIONS, Hook, chosen_layers, runs_again
+from .optim.optimizers import PrivateOptimizer
+from .verification.drawing import bars
 
 
 class NormHistogram(NamedTuple):

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from .accounting import epsilon_by
+from .accounting.ledger import kind_of
+from .data.loader import share
 from .distributed.frameworks import unwrap
 from .distributed.world import World, told
 from .errors import StepError
+from .optim.optimizers import PrivateOptimizer
 from .sampling import PoissonLoader, leave, new_pass, wait
-from .training.ledger import kind_of
-from .training.loader import share
-from .training.optim import PrivateOptimizer
 
 
 def _callback_class() -> type:

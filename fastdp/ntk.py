@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from .engine.per_sample import PerSampleGradients
 from .errors import SampleMixingError
 from .ops.clip import GAMMA
-from .training.clipping import Clipping, ClippingFunction
+from .optim.clipping import Clipping, ClippingFunction
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -123,7 +123,7 @@ class NTK:
         style: str | Sequence[Any] = "flat",
         gamma: float = GAMMA,
     ) -> Clipping:
-        """The clipping of an optimizer with these arguments; see `fastdp.training.clipping.Clipping`."""
+        """The clipping of an optimizer with these arguments; see `fastdp.optim.clipping.Clipping`."""
         return Clipping(self._named, clipping, max_grad_norm, style, gamma)
 
     def norms(self, clipping: Clipping) -> list[Tensor]:

@@ -5,9 +5,9 @@ loop which physical batch is in hand. A framework that fetches batches ahead of 
 `fastdp.hf` do) counts its passes with `new_pass`, `wait`, `finish` and `leave`.
 """
 
-from .layouts.in_hand import PhysicalBatch, current
-from .training.loader import PoissonLoader, PoissonSampler, finish, leave, new_pass, poisson_loader, wait
-from .training.truncated import max_batch_size_for, truncation
+from .batch_axis.current_batch import PhysicalBatch, current
+from .data.loader import PoissonLoader, PoissonSampler, finish, leave, new_pass, poisson_loader, wait
+from .data.truncation import max_batch_size_for, truncation
 
 __all__ = [
     "PhysicalBatch",

@@ -24,7 +24,7 @@ from typing import Any
 
 from .errors import StepError
 from .ops.clip import KINDS
-from .training.optim import PrivateOptimizer
+from .optim.optimizers import PrivateOptimizer
 
 KEYS = ("clipping", "max_grad_norm", "style", "gamma", "noise_multiplier")
 

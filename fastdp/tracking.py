@@ -25,7 +25,7 @@ import torch
 
 from .diagnostics import GradientDiagnostics, NormHistogram
 from .errors import StepError
-from .training.optim import PrivateOptimizer
+from .optim.optimizers import PrivateOptimizer
 
 Write = Callable[[Mapping[str, Any], int], object]
 _SHOWN = ("clipped", "nonfinite", "norm_p10", "norm_median", "norm_p90", "clipped_norm", "cosine")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
+from .common import (  # fmt: skip
     Tile,
     aligned,
     chunk_of,
@@ -28,7 +28,7 @@ from .common import (
     same_type,
     truncation,
     wide,
-)  # fmt: skip
+)
 from .finish import Sums, finish
 from .products import direct_kernel, gram_kernel, sizes_kernel, vector_kernel
 from .tiles import diagonal, direct_tile, gram_is_cheaper, gram_tile

@@ -26,11 +26,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
-from fastdp.layouts import in_hand
+from fastdp.batch_axis import current_batch
 
 from .compiled_models import fresh, ran  # noqa: F401  (fixtures)
 from .interpreted import patch_once_a_launch
-from .training.skipping import silent  # noqa: F401  (a fixture)
+from .optim.skipping import silent  # noqa: F401  (a fixture)
 
 patch_once_a_launch()
 SELDOM = (7_000, 20, 20)  # ten times as seldom as is usual: a tenth of the tests' time went into collections
@@ -70,7 +70,7 @@ def pytest_unconfigure(config: Any) -> None:
 def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test draws the same in every run, and something else than the others: its name is the seed, of keys as well. No
     loop over a loader is left from the test before: an error's traceback keeps it until garbage is collected."""
-    in_hand.ACTIVE.clear()
+    current_batch.ACTIVE.clear()
     seed = zlib.crc32(request.node.nodeid.encode())
     draw = random.Random(seed)
     random.seed(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from fastdp.uses.costs import ROUTES, Constants
+from fastdp.grad_sample.cost_model import ROUTES, Constants
 
 BUDGET = 10**9  # bytes; without a budget gradients are stored only where they are small
 FASTEST = {
@@ -24,7 +24,7 @@ def constants(**jobs: list[float]) -> Constants:
 def planned_by(**jobs: list[float]) -> Any:
     """Within it (or from start() to stop()) planners predict times by these constants."""
     known = constants(**jobs)
-    return patch("fastdp.uses.planner.constants", lambda device, short: known)
+    return patch("fastdp.grad_sample.planner.constants", lambda device, short: known)
 
 
 def forced(route: str) -> Any:

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastdp
-import fastdp.training.graphed
+import fastdp.optim.graphed_step
+from fastdp.batch_axis.deferred_checks import AwaitedChecks, DeferredCheck
 from fastdp.errors import SampleMixingError
-from fastdp.graphed import steps
-from fastdp.layouts.doubts import Awaited, Doubt
+from fastdp.graphs import steps
 
 from . import replayed
-from .graphed.fake_cuda import FakeCuda
+from .graphs.fake_cuda import FakeCuda
+from .optim.test_graphed import eagerly, pair
+from .optim.test_graphed_device import flat, mlp, rows
 from .second_device_syncs import Waits
-from .training.test_graphed import eagerly, pair
-from .training.test_graphed_device import flat, mlp, rows
 
 
 def check_rules(device: str) -> None:
@@ -121,7 +121,7 @@ def check_captured(device: str) -> None:
     """A step is captured where waits are refused; its launches are Python's steps, dropout of the device included."""
     steps.REPLAYED.add(torch.device(device).type)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastdp.training.graphed, "device_of", lambda _: StrictGraphs(device))
+        patch.setattr(fastdp.optim.graphed_step, "device_of", lambda _: StrictGraphs(device))
         for kind in ("DPSGD", "DPAdamW"):
             (one, first), (two, second) = pair(lambda: mlp(0.4).to(device), kind)
             step = second.graphed(flat, tuple(t.to(device) for t in rows(99)), (3, 6))
@@ -156,10 +156,10 @@ def check_streams(device: str) -> None:
 
 def check_without_events(device: str) -> None:
     """Where nothing says when an answer has come, it is waited for."""
-    awaited, flag = Awaited(), torch.ones((), dtype=torch.bool, device=device)
+    awaited, flag = AwaitedChecks(), torch.ones((), dtype=torch.bool, device=device)
     with pytest.MonkeyPatch.context() as patch, Waits(torch.device(device).type) as waits:
         patch.delattr(torch.get_device_module(device), "current_stream")  # as torch.mps, which has events, though
-        awaited.settle([Doubt(flag, "it mixes", "it was asked")], later=True)
+        awaited.settle([DeferredCheck(flag, "it mixes", "it was asked")], later=True)
     assert sum(waits.found.values()) == 1, waits.found
     with pytest.raises(SampleMixingError, match="it was asked"):
         awaited.look()

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.errors import StepError
-from fastdp.graphed import steps
+from fastdp.graphs import steps
 
-from .training.test_graphed import batch, conv_net, eagerly, losses, pair, pictures
-from .training.test_graphed_device import OnDevice, mlp, rows
+from .optim.test_graphed import batch, conv_net, eagerly, losses, pair, pictures
+from .optim.test_graphed_device import OnDevice, mlp, rows
 
 GRAPHED = {"mlp": (mlp, rows), "net": (OnDevice, batch), "convolutions": (conv_net, pictures)}
 

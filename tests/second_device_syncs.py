@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastdp
+from fastdp.batch_axis.deferred_checks import doubt
 from fastdp.errors import SampleMixingError
-from fastdp.layouts.doubts import doubt
 
 aten = torch.ops.aten
 _WAITING = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.uses.use import Use
+from fastdp.grad_sample.parameter_use import ParameterUse
 
 Loss = Callable[[nn.Module, Any], Tensor]  # -> one loss a sample, [B]
 
@@ -22,7 +22,7 @@ class Comparison(NamedTuple):
     clipped_sum: float
     per_sample: float
     too_small: float  # how far norms lie below the truth; above it they may lie by what rounding may add to the sums
-    uses: list[Use]  # by whose routes
+    uses: list[ParameterUse]  # by whose routes
 
     @property
     def worst(self) -> float:

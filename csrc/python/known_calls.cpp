@@ -1,6 +1,6 @@
 // Torch calls that a pass of capture knows already, made and tagged without Python in between.
 //
-// fastdp/engine/layout_cache.py defines what a call's signature is, and fastdp/layouts/layout.py (`tag_of`, `tag`),
+// fastdp/engine/call_cache.py defines what a call's signature is, and fastdp/batch_axis/layout.py (`tag_of`, `tag`),
 // memory.py (`look`) and held.py (`hold`) what is asked and noted of a tensor. Here are the ordinary cases of these
 // alone. Whatever is out of the ordinary is MISSED: then nothing was done, and the call goes through Python.
 //

@@ -1,4 +1,4 @@
-// What a step asks of all modules and parameters of a model: fastdp/engine/tracked.py, which says the same in Python.
+// What a step asks of all modules and parameters of a model: fastdp/engine/tracked_parameters.py, which says the same in Python.
 #include "modules.h"
 #include "ref.h"
 

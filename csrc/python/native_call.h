@@ -1,6 +1,6 @@
 // A captured call by autograd's own node: made on detached parameters, with a hook on the node of its result.
 //
-// fastdp/uses/captured.py (`Native`) says what the hook does, fastdp/engine/known_calls.py (`NativeCall`) what is known
+// fastdp/grad_sample/captured_call.py (`Native`) says what the hook does, fastdp/engine/known_calls.py (`NativeCall`) what is known
 // of such a call beside its signature.
 #pragma once
 

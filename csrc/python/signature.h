@@ -1,4 +1,4 @@
-// What a call is known by: fastdp/engine/layout_cache.py, which says the same in Python.
+// What a call is known by: fastdp/engine/call_cache.py, which says the same in Python.
 #pragma once
 
 #include "words.h"

@@ -1,4 +1,4 @@
-// Whether what stands in dicts and lists is what stood there: fastdp/graphed/guards.py asks it of a whole model before
+// Whether what stands in dicts and lists is what stood there: fastdp/graphs/guards.py asks it of a whole model before
 // every replay, of some ten thousand values.
 #include "standing.h"
 #include "ref.h"

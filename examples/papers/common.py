@@ -37,7 +37,7 @@ from examples.papers.images import Images, cifar10, fashion_mnist, mnist, need, 
 from fastdp.accounting import ACCOUNTANTS, epsilon_of
 from fastdp.calibration import calibration
 from fastdp.sampling import current
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = commit()  # of the code that runs: hours later the checkout may be at another

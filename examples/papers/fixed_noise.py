@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fastdp
 from examples.papers import common
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 RECORDS, FEATURES, WIDTH, R = 512, 8, 32, 0.1
 TIME, POINTS = 64.0, 16  # of training, and moments at which the loss is kept

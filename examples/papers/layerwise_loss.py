@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
 from fastdp.commands.ntk_table import ZERO, Networks, Row, descend, draw
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 RATIOS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # R over the median norm before training
 QUICK = (0.1, 1.0, 100.0)

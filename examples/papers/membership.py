@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.audit.membership import Membership, attack_model
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 DELTA, BATCH = 1e-5, 100
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
 from fastdp.commands.ntk_table import COLUMNS, ROWS, Result, broken, draw, measure, table
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 
 def picture(results: Sequence[Result], path: Path) -> None:

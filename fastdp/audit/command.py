@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..training.progress import Bar
-from ..training.words import listed, nearest
+from ..utils.formatting import listed, nearest
+from ..utils.progress_bar import Bar
 from .ranks import OverRanks, begin_world
 from .runner import STATISTICS, TESTS, audit, of_statistics
 from .trainable import AuditError

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..accounting import noise_multiplier_for
-from ..analysis.verify import verify
 from ..calibration import Calibration, calibration, reliability_diagram
+from ..optim.optimizers import DPAdamW
 from ..sampling import poisson_loader
-from ..training.optim import DPAdamW
-from ..training.progress import Bar
+from ..utils.progress_bar import Bar
+from ..verification.verify import verify
 
 EPSILON, DELTA, EPOCHS, BATCH, LR, R = 3.0, 1e-4, 40, 128, 5e-3, 1.0
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ntk import NTK, Positivity, ntk, positivity
-from ..training.clipping import Clipping
-from ..training.progress import Bar
+from ..optim.clipping import Clipping
+from ..utils.progress_bar import Bar
 
 COLUMNS = ("symmetric", "positive in quadratic form", "positive in eigenvalues", "loss converges",
            "loss never rises", "zero loss, if it converges")  # fmt: skip
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     name: str
     matrix: str
-    clipping: str  # of fastdp.training.clipping, or "none" or "batch"
+    clipping: str  # of fastdp.optim.clipping, or "none" or "batch"
     ratio: float
     style: str
     paper: tuple[bool, ...] | None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..training.words import nearest
+from ..utils.formatting import nearest
 
 
 class Parser(argparse.ArgumentParser):

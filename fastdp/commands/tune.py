@@ -30,12 +30,12 @@ import numpy as np
 import torch
 
 from ..accounting import History
+from ..accounting.ledger import Ledger
 from ..errors import AccountingError, FastDPError
 from ..mechanisms.tuning import NegativeBinomialRuns, PoissonRuns, Runs, rdp_of
 from ..ops.noise import Noise
-from ..training.ledger import Ledger
-from ..training.optim import PrivateOptimizer
-from ..training.words import nearest
+from ..optim.optimizers import PrivateOptimizer
+from ..utils.formatting import nearest
 from .tune_card import BEST, RECORD, TuneError, card_of, page, said, write
 
 RUNS = ".runs"

@@ -13,7 +13,7 @@ from typing import Any
 from ..accounting import History
 from ..errors import AccountingError, FastDPError
 from ..mechanisms.tuning import NegativeBinomialRuns, Runs, tuning_epsilon
-from ..training.words import at_most, count
+from ..utils.formatting import at_most, count
 
 RECORD, BEST = "search.json", "best"
 

@@ -1,1 +1,1 @@
-"""Several processes that train one model together, by torch.distributed: who they are, what they say and sum."""
+"""Private training in several processes: agreement, sums and errors over torch.distributed."""

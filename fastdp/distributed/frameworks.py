@@ -1,4 +1,4 @@
-"""What frameworks do that rule all processes of a world: which of their ways are refused, and what they wrap later.
+"""Refuses settings of Accelerate, DeepSpeed and the like that would change the guarantee.
 
 Nothing here asks other processes: a framework rules all of them.
 """

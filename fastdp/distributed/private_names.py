@@ -1,4 +1,4 @@
-"""The names of torch that are not public and that this room uses, with what happens where a torch lacks them.
+"""Non-public torch names that this room uses, and the error if a torch version lacks them.
 
 `tests/distributed/test_private_names.py` says which they are. A torch that has moved one is refused by name.
 """

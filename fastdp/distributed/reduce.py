@@ -1,4 +1,4 @@
-"""Clipped sums of one process, laid into buckets that are summed over all processes.
+"""Sums clipped sums over all processes, in buckets.
 
 The buckets follow from the list of sums alone, which every process has for every trained parameter, whether its samples
 used the parameter or not. So all processes make the same calls, in the same order, with the same sizes.

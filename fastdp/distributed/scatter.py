@@ -1,4 +1,4 @@
-"""Clipped sums of whole parameters, cut and added up over the processes that hold the parts.
+"""Reduce-scatters clipped sums of whole parameters to the processes that hold their shards.
 
 A group's sums make one collective, as they do in fully_shard. A large sum that is cut as it lies is read where it lies:
 nothing is copied. Small ones, and those of parameters whose size the number of processes does not divide, are laid into
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .parts import Part
 from .reduce import ALIGNED
+from .shards import Part
 
 LARGE = 1 << 20  # bytes of a sum that is worth an operation of its own within the collective
 

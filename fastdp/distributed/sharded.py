@@ -1,4 +1,4 @@
-"""A model that `fully_shard` (FSDP2, HSDP) has laid in parts on several processes.
+"""Models sharded by `fully_shard` (FSDP2, HSDP).
 
 What stands in a module is now the part (a DTensor), and now the whole parameter, which is gathered before a forward
 or backward and freed after it. The engine captures uses of the whole, which stays the same object for good; the
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import ParameterError
 from . import private_names as names
-from .parts import Part
-from .quiet import quiet
-from .same import mark, mark_of_tensors
+from .fingerprints import mark, mark_of_tensors
+from .fsdp_hooks import quiet
+from .shards import Part
 from .world import World, processes
 
 
@@ -139,7 +139,7 @@ class Sharded:
     # ------------------------------------------------------------------ parts and wholes
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """See `fastdp.engine.tracked.Shards`; so `part` and `drops_stray`."""
+        """See `fastdp.engine.tracked_parameters.Shards`; so `part` and `drops_stray`."""
         entry = self._entries.get(id(parameter)) or self._between(parameter)
         return parameter if entry is None else self.leaf_of(names.whole_of(entry))
 
@@ -164,7 +164,7 @@ class Sharded:
         entry.unsharded_accumulated_grad = None
         return True
 
-    lowers: Any = None  # see `fastdp.engine.tracked.Shards`
+    lowers: Any = None  # see `fastdp.engine.tracked_parameters.Shards`
 
     def count(self, whole: Tensor) -> int:
         return whole.numel()

@@ -1,4 +1,4 @@
-"""A model whose layers are split over processes by torch.distributed.tensor.parallel (tensor parallelism).
+"""Models whose layers are split over processes by tensor parallelism (parallelize_module).
 
 What stands in a module is a DTensor; what lies here of it, its leaf, is what the engine tracks and captures uses of
 (`fastdp.distributed.tensor_calls`), and the optimizer updates the DTensor, whose memory the leaf shares. With
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.layout_cache import inquires
+from ..batch_axis.inputs import nested_tensors
+from ..batch_axis.operator_table import ELEMENTWISE, function_name
+from ..engine.call_cache import inquires
 from ..errors import ParameterError, UncapturedUseError
-from ..layouts.inputs import nested_tensors
-from ..layouts.kinds import ELEMENTWISE, function_name
-from ..layouts.nests import tensors_in
-from ..uses.links import link_of
-from .parts import Part, placed_within
+from ..grad_sample.parameter_links import link_of
+from ..utils.pytree import tensors_in
+from .fingerprints import lanes_of, mark, same_on_all
 from .private_names import lies_here
-from .same import lanes_of, mark, same_on_all
 from .sharded import Group, Sharded
+from .shards import Part, placed_within
 from .tensor_calls import CALLS, Split
 from .tensor_hooks import check_plan, out_of_sight
 
@@ -39,7 +39,7 @@ class TensorParallel:
     """The leaves of a model's split parameters. mesh: of the processes that share them, of one dimension. sharded: what
     fully_shard has made of the model besides, or None.
 
-    See `fastdp.engine.tracked.Shards` for what an engine asks, and `fastdp.distributed.sharded.Sharded` for the rest.
+    See `fastdp.engine.tracked_parameters.Shards` for what an engine asks, and `fastdp.distributed.sharded.Sharded` for the rest.
     """
 
     def __init__(self, model: nn.Module, mesh: Any, sharded: Sharded | None, world: Any) -> None:

@@ -1,4 +1,4 @@
-"""Calls with parameters that are split over processes (tensor parallelism), made on what lies on this process.
+"""Calls with parameters split by tensor parallelism, captured on the local tensors.
 
 `F.linear` of a DTensor and a split weight becomes the same call on the local tensors, which the engine captures as it
 captures every call, and the local result becomes a DTensor again. What is captured here is one of three, by the
@@ -20,13 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..batch_axis.calls import bind
+from ..batch_axis.layout import tag, tag_of
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import bind
-from ..layouts.layout import tag, tag_of
-from ..uses.linear import captured_linear
-from ..uses.links import link_of
-from ..uses.rules import USE_RULES
-from ..uses.use import Stored, Use
+from ..grad_sample.linear import captured_linear
+from ..grad_sample.parameter_links import link_of
+from ..grad_sample.parameter_use import ParameterUse, Stored
+from ..grad_sample.rules import USE_RULES
 from .tensor_values import as_whole, local_of
 
 
@@ -109,7 +109,7 @@ class Summing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pass, name)
 
-    def record(self, use: Use) -> None:
+    def record(self, use: ParameterUse) -> None:
         rows = use.per_sample(0, use.batch).contiguous()
         with torch.no_grad():
             dist.all_reduce(rows, group=self._group)

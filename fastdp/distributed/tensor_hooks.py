@@ -1,4 +1,4 @@
-"""The hooks of styles of tensor parallelism, out of sight of the engine.
+"""Runs the hooks of tensor-parallel styles without capture.
 
 They lay tensors out anew over the processes, by DTensors; the samples lie in what comes out of a hook as in what went
 in. transformers (`tp_plan`) puts the same around a module's `forward`.
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batch_axis.inputs import nested_tensors
+from ..batch_axis.layout import layout_on, tag, tag_of
 from ..errors import ParameterError, SampleMixingError, UncapturedUseError
-from ..layouts.inputs import nested_tensors
-from ..layouts.layout import layout_on, tag, tag_of
-from ..layouts.nests import map_tensors
-from ..uses.links import link_of
+from ..grad_sample.parameter_links import link_of
+from ..utils.pytree import map_tensors
 from .tensor_values import settled_for_autograd
 
 # where styles make their hooks

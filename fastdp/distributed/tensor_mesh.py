@@ -1,4 +1,4 @@
-"""Which processes share a model's layers (tensor parallelism), and which have samples of their own beside them."""
+"""Tells which processes share a model's layers, and which hold samples of their own."""
 
 from __future__ import annotations
 

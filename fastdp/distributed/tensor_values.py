@@ -1,4 +1,4 @@
-"""From a DTensor to what lies on this process and back, for autograd, with the placement of every gradient named."""
+"""Converts DTensors to local tensors and back, with explicit gradient placements."""
 
 from __future__ import annotations
 

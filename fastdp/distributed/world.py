@@ -1,4 +1,4 @@
-"""The processes that train one model together, and the few messages that private training needs between them.
+"""The processes of a run and the few messages that private training exchanges between them.
 
 Every exchange begins with `agree`: each process says whether it refuses, and a digest of what it is about to do.
 Nothing is summed before all have said the same. A process that refuses says so at once, wherever it is (`refuse`), and

@@ -1,1 +1,1 @@
-"""One ordinary backward to the norms and clipped sums of per-sample gradients."""
+"""Turns one ordinary backward into norms and clipped sums of per-sample gradients."""

@@ -1,8 +1,8 @@
-"""Hooks on the gradients of activations: followed as the forward is, so that they couple no samples.
+"""Gradient hooks on activations: follows what they compute, so that they cannot mix samples.
 
 A hook is a function of the user's that autograd calls with the gradients of the whole batch, and what it returns takes
 their place: `h.register_hook(lambda g: g / g.norm())` makes every sample's gradient depend on all samples. A gradient
-lies as the tensor lies that it is of. So a hook's calls are followed from there, with the layouts of `fastdp.layouts`:
+lies as the tensor lies that it is of. So a hook's calls are followed from there, with the layouts of `fastdp.batch_axis`:
 what it does to each sample's rows alone may stay, anything else is refused. A hook that only looks may do as it likes.
 
 Hooks on tensors and on modules are followed. Hooks on nodes of the graph (`grad_fn.register_hook`) take gradients whose
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batch_axis.layout import Layout, tag, tag_of
 from ..errors import SampleMixingError, StepError, UncapturedUseError
-from ..layouts.layout import Layout, tag, tag_of
-from ..layouts.nests import tensors_in
-from ..uses.captured import Native
+from ..grad_sample.captured_call import Native
+from ..utils.pytree import tensors_in
 from .hook_scales import NOT_LINEAR
 from .hook_watch import Owner, Watch
 
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SETTING = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
 _MODES = frozenset(
-    (__name__, "fastdp.engine.following", "fastdp.engine.capture", "fastdp.engine.hook_watch", "torch.overrides")
+    (__name__, "fastdp.engine.loss_tracking", "fastdp.engine.capture", "fastdp.engine.hook_watch", "torch.overrides")
 )
 # What the first two hook is followed by module; checkpoints of torch 2.9 only ask whether there is a node.
 _TORCHS_OWN = frozenset(("torch.utils.hooks", "torch.nn.modules.module", "torch.utils.checkpoint"))

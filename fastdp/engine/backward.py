@@ -1,4 +1,4 @@
-"""One backward through the model: what it records, whether it means what it should, and what comes of it."""
+"""One backward pass: records parameter uses, checks the loss, and hands norms and sums to the optimizer."""
 
 from __future__ import annotations
 
@@ -9,36 +9,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import (
-    BatchLayoutError,
-    FastDPError,
-    LossNotFollowedWarning,
-    SampleMixingError,
-    StepError,
-)
-from ..layouts.batch import Whose
-from ..layouts.doubts import Inbox
-from ..layouts.layout import Layout
+from ..batch_axis.batch_groups import SampleGroups
+from ..batch_axis.deferred_checks import Inbox
+from ..batch_axis.layout import Layout
+from ..errors import BatchLayoutError, FastDPError, LossNotFollowedWarning, SampleMixingError, StepError
+from ..grad_sample.captured_call import Captured, Given
+from ..grad_sample.parameter_use import ParameterUse
+from ..grad_sample.planner import Planner
 from ..ops.common import exactly
-from ..uses.captured import Captured, Given
-from ..uses.planner import Planner
-from ..uses.use import Use
+from ..utils.garbage_collection import COLLECTOR
 from .activation_hooks import UNGUARDED
-from .early import ByGroup, Early
 from .explain import Plan
-from .garbage import COLLECTOR
+from .foreign_parameters import ForeignParameters
+from .forward_record import PRIVATE_GRAPH, UNSEEN, Expected, ForwardRecord, PassRecord, inferred_error, mixing_error
+from .forward_threads import two_backwards
 from .gradients import Gradients, check_unwritten
 from .hook_watch import Owner
-from .others import Others
-from .repeats import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
-from .replay import Replays, Rerun
-from .several import Several
-from .taken import Known
-from .taken import of as batch_taken
-from .tape import PRIVATE_GRAPH, UNSEEN, Expected, PassRecord, Tape, guessed_error, mixing_error
-from .threads import two_backwards
-from .tracked import Tracked
-from .uncaptured import Uncaptured
+from .layerwise import ByGroup, LayerwiseSums
+from .memory_budget import Replays, Rerun
+from .multiple_forwards import MultipleForwards
+from .repeated_backward import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
+from .tracked_parameters import Tracked
+from .uncaptured_uses import UncapturedUses
+from .unused_batches import Known
+from .unused_batches import of as batch_taken
 
 
 class Arrival:
@@ -80,8 +74,8 @@ class Backward:
         self.begins: Callable[[], None] = lambda: None  # told of every forward that a backward may follow
         self.refused: Callable[[BaseException], None] = lambda error: None  # told of what forwards and backwards raise
         self.broken: Callable[[BaseException], None] = lambda error: None  # told of what ends backwards, of the user's
-        self.whose, self.others, self.uncaptured = Whose(), Others(tracked), Uncaptured(tracked)
-        self.several = Several()
+        self.whose, self.others, self.uncaptured = SampleGroups(), ForeignParameters(tracked), UncapturedUses(tracked)
+        self.several = MultipleForwards()
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.public = 0  # within so many `public()`: nothing is recorded
         self.profile = False  # measure the time of each use on a device too
@@ -95,7 +89,7 @@ class Backward:
         self.clips: Callable[[Gradients], None] | None = None  # what takes them at its end, if nobody watches
         self._early_plans: dict[int, Plan] = {}
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
-        self._tape: Tape | None = None
+        self._tape: ForwardRecord | None = None
         self._before: Like | None = None  # what the last backward was, if one like it needs only its data
         self._doubts = Inbox()
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
@@ -152,10 +146,10 @@ class Backward:
         tape = self._begin()
         if layout is not None and layout.mixed and not layout.total:
             self._fail(tape, mixing_error(layout))
-        elif layout is not None and layout.guessed:
-            self._fail(tape, guessed_error(layout))
+        elif layout is not None and layout.inferred:
+            self._fail(tape, inferred_error(layout))
 
-    def _fail(self, tape: Tape, problem: FastDPError) -> None:
+    def _fail(self, tape: ForwardRecord, problem: FastDPError) -> None:
         """Of this backward nothing is kept. Raises the problem: of a sharded model at its end, as other processes wait
         for the parts of parameters that this one gathers on the way."""
         tape.failed = True
@@ -181,7 +175,7 @@ class Backward:
             return None  # nobody followed what this thread called backward on
         return next(iter(self._expected.values()), None)
 
-    def _begin(self) -> Tape:
+    def _begin(self) -> ForwardRecord:
         if self.public:
             raise StepError(PRIVATE_GRAPH)
         expected, problem = self._of_this_backward(), None
@@ -199,7 +193,7 @@ class Backward:
                 tape = self._tape
                 if tape is None:
                     _BEGUN[0] += 1
-                    tape = Tape(_BEGUN[0])
+                    tape = ForwardRecord(_BEGUN[0])
                     tape.judged = expected is not None
                     self.gradients, self._ended_once = None, False  # of the backward before, if this one is refused
                     self.planner.begin()
@@ -273,13 +267,13 @@ class Backward:
         forward_pass.moment.reached = True
         return True
 
-    def _repeats(self, forward_pass: PassRecord, tape: Tape) -> bool:
+    def _repeats(self, forward_pass: PassRecord, tape: ForwardRecord) -> bool:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
         first = not forward_pass.count and not tape.recomputed
         tape.recomputed = tape.recomputed or first
         return first and self._open_forwards < 1
 
-    def record(self, use: Use) -> None:
+    def record(self, use: ParameterUse) -> None:
         """Keep a use until the end of backward."""
         if self.rerun.collect is not None:
             with torch.no_grad():
@@ -312,7 +306,7 @@ class Backward:
         elif not keep_call(tape, call, given, self.record):
             record_call(tape, call, given, call.rows(*given))
 
-    def _early(self) -> Early | None:
+    def _early(self) -> LayerwiseSums | None:
         """What takes groups of parameters within this backward, if that can be."""
         wanted = self.by_group is not None and self.on_end == self.clips and self._counted and not self.profile
         if not wanted or self.planner.memory_budget is not None:
@@ -320,7 +314,9 @@ class Backward:
         assert self.by_group is not None
         groups = self.by_group.groups()
         return (
-            Early(self.by_group, groups, self.uses_of, self.planner, self.mean, self._early_plans) if groups else None
+            LayerwiseSums(self.by_group, groups, self.uses_of, self.planner, self.mean, self._early_plans)
+            if groups
+            else None
         )
 
     # ------------------------------------------------------------------ its end

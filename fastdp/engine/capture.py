@@ -1,8 +1,8 @@
 """Who uses which parameter, with which data.
 
 While the model's forward runs, a `TorchFunctionMode` sees every torch function call. Calls on data carry
-layouts on (`fastdp.layouts.propagate`); calls on parameters alone make derived tensors (`fastdp.uses.derived`); calls
-that combine the two go to a rule (`fastdp.uses`). A call without a rule takes the generic one.
+layouts on (`fastdp.batch_axis.propagate`); calls on parameters alone make derived tensors (`fastdp.grad_sample.derived_parameters`); calls
+that combine the two go to a rule (`fastdp.grad_sample`). A call without a rule takes the generic one.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import uses as _use_rules  # noqa: F401  (registers the rules of uses)
+from .. import grad_sample as _use_rules  # noqa: F401  (registers the rules of uses)
+from ..batch_axis.aliasing import keep_apart, versions_of, write_unaccounted
+from ..batch_axis.batch_positions import note_made
+from ..batch_axis.batch_slices import NOTED, stamp
+from ..batch_axis.calls import Call
+from ..batch_axis.data_memory import HOLDING
+from ..batch_axis.escaped_values import GIVING, EscapedValues
+from ..batch_axis.generations import Generation
+from ..batch_axis.layout import Layout, tag, tag_of
+from ..batch_axis.operator_table import COMPUTING, REACHING_GRAPH, TELLING_SIZES
+from ..batch_axis.probing import keep_target
+from ..batch_axis.propagate import format_of, propagate
+from ..batch_axis.row_groups import People
+from ..batch_axis.tensor_notes import UNTRACKED
+from ..batch_axis.totals import by_size
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.by_value import keep_target
-from ..layouts.calls import Call
-from ..layouts.exposed import GIVING, Exposed
-from ..layouts.groups import People
-from ..layouts.held import HOLDING
-from ..layouts.kinds import COMPUTING, REACHING_GRAPH, TELLING_SIZES
-from ..layouts.layout import Layout, tag, tag_of
-from ..layouts.memory import keep_apart, versions_of, write_unaccounted
-from ..layouts.moments import Moment
-from ..layouts.nests import tensors_in
-from ..layouts.notes import UNTRACKED
-from ..layouts.pieces import NOTED, stamp
-from ..layouts.positions import note_made
-from ..layouts.propagate import format_of, propagate
-from ..layouts.totals import by_size
-from ..uses.alone import one_sample_of
-from ..uses.attention import COMPOSITES
-from ..uses.captured import Applied
-from ..uses.derived import mark_derived
-from ..uses.experts import PRODUCTS, gathered_of
-from ..uses.formats import capture_in_format
-from ..uses.forward_pass import ForwardPass
-from ..uses.generic import capture_generic
-from ..uses.links import Unwritten, leaves_of, link_of, span_of
-from ..uses.rules import USE_RULES
-from ..uses.use import Use
+from ..grad_sample.attention import COMPOSITES
+from ..grad_sample.captured_call import Applied
+from ..grad_sample.derived_parameters import mark_derived
+from ..grad_sample.experts import PRODUCTS, gathered_of
+from ..grad_sample.forward_pass import ForwardPass
+from ..grad_sample.generic import capture_generic
+from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, span_of
+from ..grad_sample.parameter_use import ParameterUse
+from ..grad_sample.rules import USE_RULES
+from ..grad_sample.sample_loops import one_sample_of
+from ..grad_sample.sparse import capture_in_format
+from ..utils.pytree import tensors_in
 from .activation_hooks import hooked, refuse_node
+from .call_cache import inquires
+from .call_checks import Watcher, look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
 from .checkpointing import custom_function, watch_region
-from .engine import Engine
+from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
-from .layout_cache import inquires
-from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
-from .sight import Watcher, look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
-from .tape import PassRecord
-from .tracked import owned_by
+from .parameter_slices import FOLLOWED, keep_parts, note_parts, taken_from_parts
+from .state import Engine
+from .tracked_parameters import owned_by
 
 
 class Pass(PassRecord):
@@ -64,9 +64,9 @@ class Pass(PassRecord):
         tracked: dict[int, str],
         count: bool = True,
         people: People | None = None,
-        moment: Moment | None = None,
+        moment: Generation | None = None,
     ) -> None:
-        super().__init__(batch, people, count, moment or Moment(engine.owner), engine.token_node)
+        super().__init__(batch, people, count, moment or Generation(engine.owner), engine.token_node)
         self.engine, self.backward, self.tracked = engine, engine.backward, tracked
         self.arrived, self.memo, self.planner = engine.backward.arrived, engine.memo, engine.planner
         self.token, self.lowers, self.root = engine.token, engine.backward.tracked.lowers, type(engine.model).__name__
@@ -81,7 +81,7 @@ class Pass(PassRecord):
             self.known_calls.serve(self.mode)
         self.watcher: Watcher | None = None
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
-        self.exposed, self.reads = Exposed(batch, engine.model), engine.reads
+        self.exposed, self.reads = EscapedValues(batch, engine.model), engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
@@ -109,17 +109,17 @@ class Pass(PassRecord):
     def begin_record(self, path: str) -> bool:
         return self.backward.begin_record(self, path)
 
-    def regrouped(self, use: Use) -> Use:
+    def regrouped(self, use: ParameterUse) -> ParameterUse:
         people = self.people  # a use of theirs already, or of a record each
         return use if people is None or use.batch == people.count else use.regroup(people)
 
-    def record(self, use: Use) -> None:
+    def record(self, use: ParameterUse) -> None:
         self.backward.record(self.regrouped(use))
 
     def is_tracked(self, tensor: Tensor) -> bool:
         return id(tensor) in self.tracked
 
-    def guess_layout(self, tensor: Tensor) -> Layout | None:
+    def infer_layout(self, tensor: Tensor) -> Layout | None:
         """Layout of data of unseen origin: the only dimension of the batch's size, with none before it of several."""
         if self.unseen:
             return None

@@ -1,4 +1,4 @@
-"""Checkpointed regions that use parameters directly, instead of calling a module that owns them.
+"""Captures parameters that a checkpointed region uses directly, instead of by a module that owns them.
 
 Checkpointing computes the forward of a region again during backward. The modules called in it enter a pass of capture
 by their hooks; a parameter taken by the region's own function (`gamma * self.block(x)`) would be used unseen then, and
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from ..batch_axis.generations import Generation
+from ..batch_axis.inputs import nested_tensors
+from ..batch_axis.layout import tag_of
 from ..errors import UncapturedUseError
-from ..layouts.inputs import nested_tensors
-from ..layouts.layout import tag_of
-from ..layouts.moments import Moment
-from ..uses.regions import CHECKPOINT, frame_of, frames
-from .engine import Engine
+from ..grad_sample.checkpoint_regions import CHECKPOINT, frame_of, frames
 from .module_hooks import hook_of
+from .state import Engine
 
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
 _CALL = nn.Module._call_impl.__code__
@@ -29,7 +29,7 @@ _WRAPPED = "_fastdp_seen"
 
 
 def watch_region(
-    engine: Engine, path: str, batch: int, moment: Moment, calls: int = 0, taken: Sequence[Tensor] = ()
+    engine: Engine, path: str, batch: int, moment: Generation, calls: int = 0, taken: Sequence[Tensor] = ()
 ) -> None:
     """The caller takes a parameter: see to it that a region around it, if there is one, is seen the second time.
 
@@ -76,7 +76,7 @@ def _arguments(engine: Engine, code: Any, calls: int) -> dict[str, Any] | None:
 
 
 def _seen(
-    engine: Engine, path: str, batch: int, moment: Moment, args: Any, function: Callable[..., Any]
+    engine: Engine, path: str, batch: int, moment: Generation, args: Any, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     layouts = [tag_of(tensor, batch) for tensor in nested_tensors(args)]
     count = len(args)

@@ -1,4 +1,4 @@
-"""The backend that torch.compile calls for private training: a graph is interpreted first, and compiled afterwards."""
+"""The torch.compile backend of private training: interprets a graph first, then runs its compiled plan."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..layouts.layout import tag, tag_of
+from ..batch_axis.layout import tag, tag_of
+from ..grad_sample.captured_call import Context
 from ..ops.common import exactly
-from ..uses.captured import Context
 from .capture import Pass
 from .compile_plan import Body, NotCompilable
 from .compile_watch import Interpretation, Seen, has_inner_graph

@@ -1,4 +1,4 @@
-"""What of an interpreted graph can be compiled, and how: for all the steps that follow.
+"""Builds the graph that the user's compiler compiles, from the calls that interpretation has captured.
 
 What is made of parameters alone runs first, as ever. The rest is compiled by the user's backend, its operands given as
 constants. Behind each captured call the graph adds nothing but a *probe*: an input of zeros whose gradient is the

@@ -1,4 +1,4 @@
-"""What runs where compiled code would, while an engine is attached.
+"""Chooses what runs in place of compiled code while an engine is attached.
 
 Models that were compiled before the optimizer was made: what the user compiled stays as it is, and runs without
 gradients and after detach. Where gradients are wanted, a switch in its place runs the module through torch.compile with
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
-from ..layouts.code import FASTDP
+from ..utils.code_location import FASTDP
 from .module_hooks import REGION, refuse_compilation
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Switches:
         while frame is not None and _is_call(frame.f_code.co_filename.replace(_AROUND, _COMPILED)):
             caller = frame.f_locals.get("self")
             if isinstance(caller, nn.Module) and is_compiled(caller) and id(caller) not in self._known:
-                if not type(caller._compiled_call_impl).__module__.startswith("fastdp."):  # (`training.waiting`)
+                if not type(caller._compiled_call_impl).__module__.startswith("fastdp."):  # (`optim.deferred_setup`)
                     refuse_compilation()
             frame = frame.f_back
 

@@ -1,4 +1,4 @@
-"""A graph of torch.compile, interpreted under the engine: exact, and it tells what each node was.
+"""Interprets a torch.compile graph under capture and records what each node was.
 
 The nodes of Dynamo's graph are the torch function calls that the engine sees in eager mode. Run one by one under the
 capture mode they give what the plain model gives. What was seen says whether the graph may be compiled
@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from ..layouts.calls import Call
-from ..layouts.kinds import TAKING_A_PATTERN, UNCHECKED, VIEWS, spellings
-from ..layouts.layout import Layout, tag_of
-from ..layouts.nests import tensors_in
-from ..uses.captured import Captured, Context
+from ..batch_axis.calls import Call
+from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.operator_table import TAKING_A_PATTERN, UNCHECKED, VIEWS, spellings
+from ..grad_sample.captured_call import Captured, Context
+from ..utils.pytree import tensors_in
 from .capture import Pass
 
 # where the samples lie in the result follows from where they lie in the arguments, whatever numbers these hold
@@ -292,7 +292,7 @@ def _keeps_rows(call: Call) -> bool:
 
 def _by_shapes(layout: Layout) -> bool:
     """Whether no value had a part in where the samples lie."""
-    told = layout.is_row_index or layout.guessed or layout.shifted is not None
+    told = layout.is_row_index or layout.inferred or layout.shifted is not None
     return layout.owner is layout.order is None and layout.alone < 0 and not told
 
 

@@ -1,4 +1,4 @@
-"""The plan of a backward as a table: what each use of a parameter took, predicted and measured.
+"""The table of `optimizer.explain()`: route, predicted and measured cost of each parameter use.
 
 One unit is the multiply-adds of an ordinary weight gradient of that use (B T I O). Ordinary training takes
 three units (forward, input gradient, weight gradient); a private step replaces the third by the route's norm
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..uses.costs import Segments, Shape, constants, seconds
-from ..uses.held import Held
-from ..uses.links import leaves_of
-from ..uses.timing import Clock
+from ..grad_sample.cost_model import Segments, Shape, constants, seconds
+from ..grad_sample.held_bytes import HeldBytes
+from ..grad_sample.parameter_links import leaves_of
+from ..grad_sample.timing import Clock
 from .gradients import Gradients
 
 
@@ -87,7 +87,7 @@ class Plan:
         if before is not None and before._key == self._key and all(use.shape is not None for use in gradients.uses):
             self._uses = before._uses  # (which hold the operands, so that no other has their ids)
             return
-        held = Held()
+        held = HeldBytes()
         self._uses = [
             (u.operand, u.name, u.shape or u.segments(), u.route, held.hold(u.data()), u.batch, u.short, u.shared)
             for u in gradients.uses

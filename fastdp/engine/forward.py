@@ -1,4 +1,4 @@
-"""The forward's side of the engine: hooks on the model's modules, and which pass of capture is on."""
+"""Hooks on the model's modules: begins and ends the capture pass of each outermost forward."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batch_axis.aliasing import look
+from ..batch_axis.batch_slices import OWN_READS, WRITTEN
+from ..batch_axis.data_memory import note_parameter, was_filled
+from ..batch_axis.generations import Generation, Token, set_generation
+from ..batch_axis.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
+from ..batch_axis.layout import Layout, tag_of
 from ..errors import FastDPError, StepError
-from ..layouts.held import note_parameter, was_filled
-from ..layouts.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
-from ..layouts.layout import Layout, tag_of
-from ..layouts.memory import look
-from ..layouts.moments import Moment, Token, set_moment
-from ..layouts.pieces import OWN_READS, WRITTEN
-from ..uses import streams
-from . import following
-from .attachable import refuse_hooks
+from ..grad_sample import device_streams
+from ..utils.garbage_collection import COLLECTOR
+from . import loss_tracking
+from .attach_checks import refuse_hooks
 from .backward import Arrival, Backward
+from .buffer_checks import Stateful, refuse_filled, states_of, warn_of_states
 from .capture import Pass
 from .checkpointing import watch_region
 from .compile_stance import PLAINLY, Switches
-from .engine import ENGINES, Engine
-from .followed import Evaluation
-from .garbage import COLLECTOR
-from .handed_out import handed_out_in, read_in
+from .forward_record import joined_error
+from .forward_threads import Turn
+from .loader_tracking import handed_out_in, read_in
+from .memory_budget import Block
 from .module_hooks import ModuleHook, numbered
-from .public import PublicForward
-from .replay import Block
-from .several import Given
-from .states import Stateful, refuse_filled, states_of, warn_of_states
-from .tape import joined_error
-from .threads import Turn
+from .multiple_forwards import Given
+from .public_forward import PublicForward
+from .state import ENGINES, Engine
+from .tracked_loss import Evaluation
 
 
 class Forward(Engine):
@@ -43,8 +43,8 @@ class Forward(Engine):
 
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         super().__init__(model, backward, batching)
-        self._moments: list[Moment] = []  # of forwards that no backward has gone through
-        self._ended: list[Moment] = []  # that of the forward before
+        self._moments: list[Generation] = []  # of forwards that no backward has gone through
+        self._ended: list[Generation] = []  # that of the forward before
         self._turn = Turn()
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
@@ -71,7 +71,7 @@ class Forward(Engine):
     def detach(self) -> None:
         """Take every hook off the model."""
         self._drop_interrupted()
-        following.stop()
+        loss_tracking.stop()
         self.take_off()
 
     def take_off(self) -> None:
@@ -92,13 +92,13 @@ class Forward(Engine):
         """Within it, forwards and backwards are ordinary ones: hooks do nothing, and no batch is followed."""
         if self.running.active is not None or torch._C._current_graph_task_id() != -1:
             raise StepError("public() within a forward or backward of the model: begin it before, or after")
-        followed = following.set_aside()
+        followed = loss_tracking.set_aside()
         self.backward.public += 1
         try:
             yield
         finally:
             self.backward.public -= 1
-            following.take_up(followed)
+            loss_tracking.take_up(followed)
             self.backward.others.begin()
 
     # ------------------------------------------------------------------ a module's forward
@@ -125,7 +125,7 @@ class Forward(Engine):
 
     def _without_gradients(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Evaluation | Stateful | None:
         """A forward without gradients: while a loss is computed, of a target for it, perhaps."""
-        evaluation, followed = None, None if path else following.present()
+        evaluation, followed = None, None if path else loss_tracking.present()
         if followed is not None and followed.batch > 1 and followed.what.engine() is self:
             with contextlib.suppress(FastDPError):  # of inputs that hold no samples
                 if self.batching.samples(args, kwargs) == followed.batch:
@@ -152,9 +152,9 @@ class Forward(Engine):
         """The outermost forward; also of a module that checkpointing computes again."""
         backward = self.backward
         recomputing = self.runs_again()
-        followed = following.present()
+        followed = loss_tracking.present()
         if not recomputing:
-            following.pause()  # before all else: what is done here is not the user's
+            loss_tracking.pause()  # before all else: what is done here is not the user's
             self._turn.take(backward.thread())
         if not recomputing or not path:
             self.batch = self.batching.samples(args, kwargs)
@@ -185,7 +185,7 @@ class Forward(Engine):
                 self.reads.note(unknown, None)
             tensors, hand, one = nested_tensors((args, kwargs)), backward.whose.in_hand, self.batching.size == 1
             active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
-        set_moment(active.moment)
+        set_generation(active.moment)
         self.sizes.begin()
         OWN_READS.clear()
         WRITTEN.clear()
@@ -193,7 +193,7 @@ class Forward(Engine):
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self.batch, self.batching.dim, known, self.batching.folded)
         tag_packed((args, kwargs), self.batch)
-        streams.keep(nested_tensors((args, kwargs)))
+        device_streams.keep(nested_tensors((args, kwargs)))
         active.mode.__enter__()
         COLLECTOR.begin(backward)
         PLAINLY.begin()
@@ -206,7 +206,7 @@ class Forward(Engine):
         block = self.backward.rerun.block
         return block if block is not None and block.path == path else None
 
-    def _last_moment(self) -> Moment | None:
+    def _last_moment(self) -> Generation | None:
         """Of the forward that is computed again."""
         known = self._moments or self._ended
         return known[-1] if known else None
@@ -216,13 +216,15 @@ class Forward(Engine):
         return torch._C._current_graph_task_id() != -1 or self.backward.rerun.collect is not None
 
     @contextlib.contextmanager
-    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment) -> Iterator[None]:
+    def again(
+        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Generation
+    ) -> Iterator[None]:
         if self.running.active is not None or not torch.is_grad_enabled():
             yield
             return
         self.batch = batch
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
-        set_moment(moment)
+        set_generation(moment)
         active = self.running.active = Pass(self, batch, tracked, False, self.people, moment)
         active.recomputes = True
         active.stack.append(path)
@@ -312,7 +314,7 @@ class Forward(Engine):
                 tensor.register_hook(arrivals[-1])
                 layouts += [] if layout is None else [layout]
         if out is not None and not self.runs_again():
-            following.start(self.batch, started.moment, self, layouts, arrivals, started)
+            loss_tracking.start(self.batch, started.moment, self, layouts, arrivals, started)
         return apart
 
     def backward_ended(self) -> None:
@@ -330,7 +332,7 @@ class Forward(Engine):
     def _is_guess(self, tensor: Tensor) -> bool:
         """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""
         layout = tag_of(tensor, self.batch)
-        return tensor.requires_grad and layout is not None and bool(layout.guessed)
+        return tensor.requires_grad and layout is not None and bool(layout.inferred)
 
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or one that a

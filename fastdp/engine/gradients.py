@@ -1,6 +1,6 @@
-"""From the uses of a backward to norms and clipped sums of the per-sample gradients of each parameter.
+"""Combines the uses recorded in a backward into norms and clipped sums of each parameter.
 
-A parameter's gradient is the sum over its uses, so its norm has cross terms (`fastdp.uses.joint`); uses of the same
+A parameter's gradient is the sum over its uses, so its norm has cross terms (`fastdp.grad_sample.cross_terms`); uses of the same
 kind are joined along T.
 """
 
@@ -13,20 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..batch_axis.deferred_checks import DeferredCheck
+from ..batch_axis.row_groups import People
 from ..errors import StepError
-from ..layouts.doubts import Doubt
-from ..layouts.groups import People
-from ..uses.derived import pull_back_sum
-from ..uses.embedding import Lookup
-from ..uses.held import Held
-from ..uses.joint import disjoint, isometric, joint_norm_sq, materialised, same_memory
-from ..uses.linear import Matmul
-from ..uses.links import leaves_of, link_of
-from ..uses.planner import Planner
-from ..uses.routed import Routed
-from ..uses.timing import Clock
-from ..uses.use import Regrouped, Use
-from .bundle import Abreast, Arrangement, Bundle, arrangement
+from ..grad_sample.cross_terms import disjoint, isometric, joint_norm_sq, materialised, same_memory
+from ..grad_sample.derived_parameters import pull_back_sum
+from ..grad_sample.embedding import Lookup
+from ..grad_sample.held_bytes import HeldBytes
+from ..grad_sample.linear import Matmul
+from ..grad_sample.parameter_links import leaves_of, link_of
+from ..grad_sample.parameter_use import ParameterUse, Regrouped
+from ..grad_sample.planner import Planner
+from ..grad_sample.routed_rows import Routed
+from ..grad_sample.timing import Clock
+from .foreach import Abreast, Arrangement, Bundle, arrangement
 
 Arranged = dict[tuple[int, ...], Arrangement]  # by the ids of the parameters
 
@@ -41,7 +41,7 @@ class Gradients:
 
     def __init__(
         self,
-        uses: Iterable[Use],
+        uses: Iterable[ParameterUse],
         batch: int,
         scale: float,
         device: torch.device,
@@ -63,28 +63,28 @@ class Gradients:
 
     def _take(self, batch: int, scale: float, device: torch.device, people: People | None, arranged: Arranged) -> None:
         self.records, self.people = batch, people
-        self.doubts: list[Doubt] = []  # whether samples were mixed, where a device knows
+        self.doubts: list[DeferredCheck] = []  # whether samples were mixed, where a device knows
         self.batch = batch if people is None else people.count
         self.scale, self.device = scale, device
         self.plan: Any = None  # the `engine.explain.Plan`, if it is known already
         self.watched = True  # others than clipping may ask for norms and sums
-        self.taken: dict[int, Any] = {}  # the `engine.early.Taken` of groups of parameters, which have no uses here
+        self.taken: dict[int, Any] = {}  # the `engine.layerwise.Taken` of groups of parameters, which have no uses here
         self._bundles: dict[tuple[int, ...], list[Bundle | Abreast]] = {}
         self.arranged = arranged
 
     @property
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[ParameterUse]:
         """All uses, joined."""
         return self._uses
 
-    def use(self, place: int) -> Use:
+    def use(self, place: int) -> ParameterUse:
         return self._uses[place]
 
     def drop(self, place: int) -> None:
         """Nobody asks for this use again: its data goes, when the last who holds it has let go of it."""
-        self._uses[place] = Use(self._uses[place].operand, self.batch, self._uses[place].name)
+        self._uses[place] = ParameterUse(self._uses[place].operand, self.batch, self._uses[place].name)
 
-    def uses_of(self, parameter: Tensor) -> list[Use]:
+    def uses_of(self, parameter: Tensor) -> list[ParameterUse]:
         return [self.use(place) for place in self._of.get(id(parameter), ())]
 
     def arrangement(self, parameters: Sequence[Tensor]) -> Arrangement:
@@ -115,7 +115,7 @@ class Gradients:
     def _bundle(self, kind: type[Bundle] | type[Abreast], members: list[tuple[Tensor, int]]) -> Bundle | Abreast:
         return kind.of([(p, self.use(place)) for p, place in members])
 
-    def timed(self) -> list[Use | Bundle | Abreast]:
+    def timed(self) -> list[ParameterUse | Bundle | Abreast]:
         """What has a clock."""
         return [*self.uses, *(bundle for found in self._bundles.values() for bundle in found)]
 
@@ -186,7 +186,7 @@ class Gradients:
 
     def held_bytes(self) -> int:
         """Memory that the uses hold until the end of backward."""
-        held = Held()
+        held = HeldBytes()
         return sum(held.hold(use.data()) for use in self.uses)
 
     def check_unwritten(self) -> None:
@@ -194,7 +194,7 @@ class Gradients:
         check_unwritten(self.uses, self._versions)
 
 
-def places_of(uses: Sequence[Use]) -> dict[int, list[int]]:
+def places_of(uses: Sequence[ParameterUse]) -> dict[int, list[int]]:
     """The places of each parameter's uses, by its id. Uses of a parameter that has several are `shared` from now on."""
     found: dict[int, list[int]] = {}
     for place, use in enumerate(uses):
@@ -231,14 +231,14 @@ def written_to(name: str) -> StepError:
     )
 
 
-def _are_apart(uses: Sequence[Use]) -> bool:
+def _are_apart(uses: Sequence[ParameterUse]) -> bool:
     """Whether each use is of a parameter of its own, by the whole batch: nothing is to be joined."""
     if len({id(use.operand) for use in uses}) < len(uses):
         return False
     return not any(isinstance(use, Regrouped | Routed) or link_of(use.operand) is not None for use in uses)
 
 
-def settled(use: Use) -> Use:
+def settled(use: ParameterUse) -> ParameterUse:
     """A use of a whole parameter seen through a view, written as a use of the parameter itself."""
     operand, link = use.operand, link_of(use.operand)
     if link is None or not link.isometric or len(link.leaves) != 1:
@@ -258,7 +258,7 @@ def settled(use: Use) -> Use:
     return use
 
 
-def _padded(uses: list[Use]) -> list[Use]:
+def _padded(uses: list[ParameterUse]) -> list[ParameterUse]:
     """Rows of a matrix in any order as rows by sample, if other uses of the matrix lie by sample: a tied table that is
     the head of packed rows, a layer that meets all tokens and routed ones."""
     by_sample = {id(use.operand) for use in uses if isinstance(use, Matmul | Lookup)}
@@ -270,12 +270,12 @@ def _padded(uses: list[Use]) -> list[Use]:
     ]
 
 
-def _joined(uses: Iterable[Use]) -> list[Use]:
+def _joined(uses: Iterable[ParameterUse]) -> list[ParameterUse]:
     """Uses of one operand and kind made one, if there is such a form."""
-    groups: dict[tuple[int, Any], list[Use]] = {}
+    groups: dict[tuple[int, Any], list[ParameterUse]] = {}
     for use in uses:
         groups.setdefault((id(use.operand), use.kind), []).append(use)
-    joined: list[Use] = []
+    joined: list[ParameterUse] = []
     for first, *others in groups.values():
         name = f"{first.name} x{1 + len(others)}" if others else first.name
         one = first.concat(others, name) if others or isinstance(first, Regrouped) else None
@@ -304,7 +304,7 @@ def _place(operand: Tensor, leaf: Tensor, whole: Tensor) -> Tensor:
     return whole.as_strided(operand.shape, operand.stride(), operand.storage_offset() - leaf.storage_offset())
 
 
-def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
+def _in_slices(parameter: Tensor, uses: list[ParameterUse]) -> bool:
     """Whether the sums can be written each into its own part of the parameter's: many slices that share nothing."""
     if len(uses) < 2 or parameter.device.type != "cpu" or parameter.dtype == torch.float64:
         return False
@@ -312,7 +312,7 @@ def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
     return each and all(is_slice(u.operand, leaves_of(u.operand)) for u in uses) and disjoint(parameter, uses)
 
 
-def _memory(parameter: Tensor, uses: list[Use]) -> Tensor:
+def _memory(parameter: Tensor, uses: list[ParameterUse]) -> Tensor:
     """Memory for the sum of slices: zero, unless they cover it."""
     covered = sum(use.operand.numel() for use in uses) == parameter.numel()
     return torch.empty(parameter.shape, dtype=torch.float32) if covered else torch.zeros(parameter.shape)

@@ -1,4 +1,4 @@
-"""Whether a hook on gradients is linear in their scale: `hook(g / 4) == hook(g) / 4`.
+"""Checks that a gradient hook is linear in the scale of its gradient: `hook(g / 4) == hook(g) / 4`.
 
 Under a mean loss, the gradient that autograd hands to a hook carries 1/B, and the engine multiplies by B what comes of
 it. A hook that changes each sample's rows alone, but not in proportion (`F.normalize(g)`, `g.sign()`, `g + c`,
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts.kinds import DRAWING, is_in_place
-from ..layouts.nests import map_tensors, tensors_in
-from ..uses.random_states import States, random_states, set_random_states
+from ..batch_axis.operator_table import DRAWING, is_in_place
+from ..utils.pytree import map_tensors, tensors_in
+from ..utils.rng_state import States, random_states, set_random_states
 
 NOT_LINEAR = (
     "is not linear in the scale of the gradient, which under loss_reduction='mean' carries 1 / the number of samples: "

@@ -1,4 +1,4 @@
-"""What a hook on gradients makes of them, followed as the calls of a forward are.
+"""Follows the torch calls of a gradient hook, as those of a forward are followed.
 
 See `fastdp.engine.activation_hooks`.
 """
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..batch_axis import operator_table
+from ..batch_axis.batch_positions import note_made
+from ..batch_axis.batch_slices import BY_POSITION, stamp
+from ..batch_axis.calls import Call
+from ..batch_axis.layout import Layout, tag, tag_of
+from ..batch_axis.probing import keep_target
+from ..batch_axis.propagate import propagate
+from ..batch_axis.python_reads import PythonReads
+from ..batch_axis.python_sizes import Sizes
 from ..errors import SampleMixingError, StepError
-from ..layouts import kinds
-from ..layouts.by_value import keep_target
-from ..layouts.calls import Call
-from ..layouts.layout import Layout, tag, tag_of
-from ..layouts.nests import map_tensors, tensors_in
-from ..layouts.pieces import BY_POSITION, stamp
-from ..layouts.positions import note_made
-from ..layouts.propagate import propagate
-from ..layouts.reads import Reads
-from ..layouts.sizes import Sizes
+from ..utils.pytree import map_tensors, tensors_in
+from .call_cache import Memo, inquires
 from .hook_scales import NOT_LINEAR, Replayed
-from .layout_cache import Memo, inquires
 
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
@@ -36,7 +36,7 @@ class Owner:
     mean: whether the loss is a mean over the samples, so that gradients carry 1 / their number.
     """
 
-    def __init__(self, memo: Memo, sizes: Sizes, reads: Reads, node: Any, mean: bool) -> None:
+    def __init__(self, memo: Memo, sizes: Sizes, reads: PythonReads, node: Any, mean: bool) -> None:
         self.memo, self.sizes, self.reads, self.node, self.mean = memo, sizes, reads, node, mean
         self.nodes = self.guarded = False
 
@@ -84,16 +84,16 @@ class Watch(TorchFunctionMode):
                 replayed.note(state, func, args, kwargs, out, True)
             note_made(call, lambda tensor: tensor.requires_grad)
             return out
-        if name in kinds.SHARING_MEMORY:
+        if name in operator_table.SHARING_MEMORY:
             self.told = self.told or f"{name}()"
             return func(given[0].clone(), *args[1:], **kwargs)  # what is written there is not the gradient's
-        if name in kinds.CHANGING_MEMORY or (name == "data" and len(args) > 1):
+        if name in operator_table.CHANGING_MEMORY or (name == "data" and len(args) > 1):
             self.unseen = self.unseen or f"{name} writes in a way that cannot be followed"
         return self._follow(call)
 
     def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if func in kinds.TELLING_SIZES:
+        if func in operator_table.TELLING_SIZES:
             self.owner.sizes.asked(args[0], out, self.batch)
         return out
 
@@ -165,7 +165,7 @@ class Watch(TorchFunctionMode):
         if found.piece is not None and found.piece != layout.piece:
             return BY_POSITION
         same = found.alone == layout.alone and (layout.alone >= 0 or self._lies_alike(found, layout, result))
-        if not same or found.is_row_index or found.guessed:
+        if not same or found.is_row_index or found.inferred:
             return "moves rows of one sample to another's"
         dim = -1 if found.alone >= 0 else found.dim
         return NOT_LINEAR if self.replayed is not None and not self.replayed.is_linear(result, dim) else ""

@@ -1,5 +1,4 @@
-"""Known calls without Python: `csrc/python/known_calls.cpp` knows a call by the signature of `layout_cache`, makes it,
-and notes the layouts of its results.
+"""Known calls without Python: C++ matches a call by its signature, makes it and tags its results.
 
 It serves the ordinary cases alone. What it does not serve it leaves undone (`MISSED`), and the pass goes on in Python,
 which is also what happens if the extension is not there. Calls of data and parameters are known if everything that
@@ -16,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..layouts import held, moments, notes
-from ..layouts.answers import Answers
-from ..layouts.calls import Call
-from ..layouts.kinds import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
-from ..layouts.layout import Layout, tag
+from ..batch_axis import data_memory, generations, tensor_notes
+from ..batch_axis.calls import Call
+from ..batch_axis.layout import Layout, tag
+from ..batch_axis.operator_table import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
+from ..grad_sample.captured_call import Applied, Captured, CaptureFunction, Context, Native
+from ..grad_sample.experts import PRODUCTS
+from ..grad_sample.parameter_links import link_of, span_of
+from ..grad_sample.rules import USE_RULES
 from ..ops.common import autocast_kinds
 from ..ops.registry import native
-from ..uses.captured import Applied, Captured, CaptureFunction, Context, Native
-from ..uses.experts import PRODUCTS
-from ..uses.links import link_of, span_of
-from ..uses.rules import USE_RULES
-from .parts import FOLLOWED
+from ..utils.cache import Answers
+from .parameter_slices import FOLLOWED
 
 MISSED = object()
 _KINDS = {
@@ -145,12 +144,12 @@ def _vocabulary() -> dict[str, Any]:
         "LAYOUT MOMENT TAGGED_AT RELAID INPUT PRESUMED TOKEN HELD MADE LINK UNTRACKED PARTS GATHERED NUMBER NUMBER_OF"
     ).split()
     return {
-        "Tensor": Tensor, "Parameter": nn.Parameter, "Layout": Layout, "kinds": _codes, "moments": moments,
-        "telling": set(TELLING_SIZES), "holding": held.HOLDING, "drop_gone": held.HOLDING.drop_gone, "tag": tag,
+        "Tensor": Tensor, "Parameter": nn.Parameter, "Layout": Layout, "kinds": _codes, "moments": generations,
+        "telling": set(TELLING_SIZES), "holding": data_memory.HOLDING, "drop_gone": data_memory.HOLDING.drop_gone, "tag": tag,
         "MISSED": MISSED, "under_functorch": torch._C._functorch.peek_interpreter_stack,
         "grad_enabled": torch.is_grad_enabled, "any_autocast": torch._C._is_any_autocast_enabled,
         "autocast": _autocast, "saving_hooks": torch._C._autograd._top_saved_tensors_default_hooks, "repeat": repeat,
         "Native": Native, "forward_ad": forward_ad, "modes": torch._C._len_torch_function_stack,
         "disabled": torch._C.DisableTorchFunction,
-        **{name: getattr(notes, name) for name in names},
+        **{name: getattr(tensor_notes, name) for name in names},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Says, once for each kind of device, that kernels are missing: plain PyTorch gives the same results, only later."""
+"""Warns once for each kind of device whose kernels are missing: plain PyTorch is exact, but slower."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import warnings
 
 from ..errors import MissingKernelsWarning
-from ..layouts.code import users
 from ..ops.registry import OPERATORS
+from ..utils.code_location import users
 
 # what the environment says to setup.py: built by nobody, missed by nobody
 UNWANTED = {"C++": "FASTDP_CPU", "CUDA C++": "FASTDP_CUDA"}

@@ -1,4 +1,4 @@
-"""The modes of this package: on torch's stack of function modes, which end in any order, and beneath autograd."""
+"""Enters and leaves this package's function modes and dispatch modes, in whatever order they end."""
 
 from __future__ import annotations
 

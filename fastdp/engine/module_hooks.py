@@ -1,4 +1,4 @@
-"""The hooks on a model's modules, and compiled code around them, which runs past hooks."""
+"""Hooks on a model's modules, and on compiled code, which would run past hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import StepError
 from .activation_hooks import Around, around_module
-from .engine import Engine
+from .state import Engine
 
 _SAVING_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks

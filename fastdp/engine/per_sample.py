@@ -1,4 +1,4 @@
-"""The per-sample gradient engine: one ordinary backward, exact norms, clipped sums."""
+"""`PerSampleGradients`: exact per-sample gradient norms and clipped sums from one ordinary backward."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import uses as _rules  # noqa: F401  (registers the rules)
+from .. import grad_sample as _rules  # noqa: F401  (registers the rules)
+from ..batch_axis.batch_groups import SampleGroups
+from ..batch_axis.deferred_checks import settle
+from ..batch_axis.inputs import Batching
 from ..errors import ParameterError, StepError
-from ..layouts.batch import Whose
-from ..layouts.doubts import settle
-from ..layouts.inputs import Batching
+from ..grad_sample.autograd_functions import see_foreign
+from ..grad_sample.planner import Planner
 from ..ops.common import exactly, sum_type
-from ..uses.foreign import see_foreign
-from ..uses.planner import Planner
-from . import following
-from .attachable import check_unattached
+from . import loss_tracking
+from .attach_checks import check_unattached
 from .backward import Backward
-from .early import ByGroup
 from .explain import Plan
 from .forward import Forward
 from .gradients import Gradients
+from .layerwise import ByGroup
 from .missing_kernels import warn_of_missing_kernels
-from .taken import Known
-from .tracked import Shards, Tracked
+from .tracked_parameters import Shards, Tracked
+from .unused_batches import Known
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -46,7 +46,7 @@ class PerSampleGradients:
             consecutive rows for each sample.
         rows_per_sample: k, if k consecutive rows of the inputs are one sample (augmentations), whatever the batch.
         memory_budget: the bytes that may be held from the begin of backward to its end for norms and clipped sums (see
-            `fastdp.uses.planner`). None selects the fastest plan.
+            `fastdp.grad_sample.planner`). None selects the fastest plan.
         on_backward: a function that receives the `Gradients` at the end of every backward; they are then not kept.
         shards: for a model that lies in parts on several processes, what gathers the parts; a private optimizer gives
             it.
@@ -124,7 +124,7 @@ class PerSampleGradients:
             backward.on_end = own
 
     def clip_by_group(self, by_group: ByGroup) -> None:
-        """Let groups be taken within backward, if `on_backward` takes the rest. See `fastdp.engine.early`."""
+        """Let groups be taken within backward, if `on_backward` takes the rest. See `fastdp.engine.layerwise`."""
         self._backward.by_group, self._backward.clips = by_group, self._backward.on_end
 
     def watch(
@@ -193,7 +193,7 @@ class PerSampleGradients:
     # ------------------------------------------------------------------ results
 
     @property
-    def whose(self) -> Whose:
+    def whose(self) -> SampleGroups:
         """The assignment of the batch's records to samples."""
         return self._backward.whose
 
@@ -226,7 +226,7 @@ class PerSampleGradients:
         self._backward.profile = value
 
     def _last(self) -> Gradients:
-        following.sweep()
+        loss_tracking.sweep()
         if self._backward.gradients is None:
             raise StepError("no backward yet: call loss.backward() on the model's output first")
         self._backward.gradients.check_unwritten()

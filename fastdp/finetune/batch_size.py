@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ..data.grouping import Grouping
 from ..ops.noise import noise_
-from ..training.grouping import Grouping
-from ..training.optim import DPAdamW
-from ..uses.random_states import random_states, set_random_states
+from ..optim.optimizers import DPAdamW
+from ..utils.rng_state import random_states, set_random_states
 from .plan import FinetuneError, Job
 
 SHARE = 0.6, 0.9  # of the free memory that may be used: on the CPU, on a GPU

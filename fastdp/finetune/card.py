@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting import epsilon_of
-from ..training.words import at_most
+from ..utils.formatting import at_most
 from .files import NO_CHARACTER, new_file
 from .plan import Outcome, Plan
 

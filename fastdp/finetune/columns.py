@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..training.words import listed
+from ..utils.formatting import listed
 from .plan import FinetuneError
 from .tables import Table
 from .tasks import TASKS, one_answer

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from ..distributed.same import mark
+from ..distributed.fingerprints import mark
 from ..distributed.world import World
 from ..errors import BatchReadWarning, FastDPError
-from ..training.words import at_most, count
+from ..utils.formatting import at_most, count
 from . import preflight
 from .card import make_card
 from .files import NO_CHARACTER, PRIVATE, new_file

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..losses import IGNORE
-from ..training.words import count
+from ..utils.formatting import count
 from .plan import FinetuneError
 from .records import Records
 from .tasks import TASKS, one_answer

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..calibration import Calibration
-from ..training.fused_head import FusedHead
+from ..losses.language_model_head import FusedHead
 from .encode import Collate, Encoded, inputs_of, logits_of
 from .figures import Simple, Written, figures_of
 from .task_losses import margins

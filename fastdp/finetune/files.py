@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..training.lines import sync_folder
+from ..utils.append_log import sync_folder
 from .plan import FinetuneError
 
 PUBLIC, PRIVATE = 0o666, 0o600  # modes: what may be given away, less the umask; what epsilon does not cover

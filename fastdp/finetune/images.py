@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..training.words import count, listed
+from ..utils.formatting import count, listed
 from .labels import class_name, label_names
 from .models import first_line, quiet, read
 from .plan import FinetuneError

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..training.words import listed
+from ..utils.formatting import listed
 from .plan import FinetuneError
 from .tables import Table
 

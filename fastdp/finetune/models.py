@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..training.compatible import make_compatible
-from ..training.words import count, listed
+from ..utils.formatting import count, listed
+from ..verification.compatible import make_compatible
 from .plan import FinetuneError
 from .tasks import TASKS, generates
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..training.words import size
+from ..utils.formatting import size
 from .card import Card, write_card
 from .files import PRIVATE, PUBLIC, UNFINISHED, disk_problems
 from .hashes import of_folder

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_per_epoch
-from ..analysis.verify import verify
 from ..errors import AccountingError, ClippingError, FastDPError
-from ..training.adaptive import Quantile
-from ..training.privatize import privatize
-from ..training.words import at_most, count, duration, size
+from ..optim.adaptive_clipping import Quantile
+from ..optim.privatize import privatize
+from ..utils.formatting import at_most, count, duration, size
+from ..verification.verify import verify
 from .batch_size import Fit
 from .card import weaknesses
 from .options import default_batch, default_delta

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..errors import BatchReadWarning, StepError
-from ..training.fused_head import FusedHead
-from ..training.words import count, listed, many
+from ..losses.language_model_head import FusedHead
+from ..utils.formatting import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
 from .encode import Collate, Encoded, encode, inputs_of, longest, multiple_of, padding

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..training.words import listed
+from ..utils.formatting import listed
 from .columns import Columns, choose
 from .labels import class_name, label_names, label_set, missing, number, of_characters, words_of, yes
 from .plan import FinetuneError

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..training.words import listed, nearest
+from ..utils.formatting import listed, nearest
 from .plan import FinetuneError
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt", "conll")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..losses import IGNORE, causal_lm_loss, classification_loss, token_loss
-from ..training.fused_head import FusedHead
+from ..losses.language_model_head import FusedHead
 from .encode import Collate, Encoded, inputs_of, logits_of
 from .plan import FinetuneError, Graphed, Losses
 from .tasks import one_answer

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..accounting import History
-from ..training.words import nearest
+from ..utils.formatting import nearest
 from .options import add_options
 from .plan import FinetuneError
 from .prepare import prepare

@@ -6,7 +6,7 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping
 
-from ..training.words import count
+from ..utils.formatting import count
 from .figures import Simple
 from .plan import Plan
 from .tasks import LOWER, headline

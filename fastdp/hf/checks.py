@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..analysis.state import evaluating as evaluating
-from ..analysis.verify import VerifyReport, verify
 from ..errors import StepError, VerificationError
-from ..uses.random_states import random_states, set_random_states
+from ..utils.rng_state import random_states, set_random_states
+from ..verification.state import evaluating as evaluating
+from ..verification.verify import VerifyReport, verify
 from .losses import rows, size_of
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar

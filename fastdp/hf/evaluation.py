@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from ..training.fused_head import FusedHead
+from ..losses.language_model_head import FusedHead
 from .losses import without_labels
 
 

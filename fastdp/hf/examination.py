@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StepError
-from ..training.fused_head import FusedHead
+from ..losses.language_model_head import FusedHead
 from .batches import Source, varied
 from .checks import check_model, check_padding, check_rows, evaluating
 from .losses import Head, find_head, rows, without_labels

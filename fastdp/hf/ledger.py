@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from ..accounting import History as History
 from ..accounting import epsilon_by
+from ..accounting.ledger import kind_of, run_of
 from ..errors import AccountingError
-from ..training.ledger import kind_of, run_of
-from ..training.words import at_most
+from ..utils.formatting import at_most
 
 NAME = "privacy.json"
 

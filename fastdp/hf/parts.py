@@ -12,11 +12,11 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
+from ..distributed.fingerprints import mark_of_model
 from ..distributed.frameworks import lays_in_parts
-from ..distributed.same import mark_of_model
 from ..distributed.sharded import is_sharded
 from ..distributed.world import world_of
-from ..training.optim import PrivateOptimizer
+from ..optim.optimizers import PrivateOptimizer
 from . import ledger
 from .spending import Spending, logger
 

@@ -26,9 +26,9 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from ..distributed.world import world_of
 from ..errors import AccountingError, FastDPError
-from ..training.fused import Release
-from ..training.lines import sync_folder
-from ..uses import costs
+from ..grad_sample import cost_model
+from ..optim.fused_update import Release
+from ..utils.append_log import sync_folder
 from .run_keys import Keys, delete, environment, frozen_digest
 from .run_log import Entry, RunLog
 from .spending import Spending, logger
@@ -206,12 +206,12 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         """What the planner chooses routes by; routes decide the last bits of the sums."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         kinds = {p.dtype in (torch.bfloat16, torch.float16) for p in trained} | {False, self.args.device.type == "cuda"}
-        return {str(int(short)): costs.constants(trained[0].device, short) for short in sorted(kinds)}
+        return {str(int(short)): cost_model.constants(trained[0].device, short) for short in sorted(kinds)}
 
     def _keep_costs(self, known: Mapping[str, Any]) -> None:
         device = next(self.model.parameters()).device
         for short, constants in known.items():
-            costs.keep(device, short == "1", constants)
+            cost_model.keep(device, short == "1", constants)
 
     def _logged_history(self) -> list[Any] | None:
         """The steps in the log that will not be made again, as the account's history; None without a log."""
@@ -266,7 +266,7 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         if log is None:
             return
         log.close()
-        costs.forget()
+        cost_model.forget()
         if over and world_of().rank == 0:
             delete(self._key_place())
 

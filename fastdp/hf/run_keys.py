@@ -29,8 +29,8 @@ from torch import nn
 from ..errors import AccountingError
 from ..ops.common import bytes_of
 from ..ops.noise import native_status
-from ..training.fused import Release
-from ..training.lines import sync_folder
+from ..optim.fused_update import Release
+from ..utils.append_log import sync_folder
 
 CHUNK = 1 << 22  # elements hashed at once on a device
 

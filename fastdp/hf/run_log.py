@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import AccountingError, StepError
-from ..training.lines import append, content_of, line_of, sync_folder, whole_lines
+from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
 
 try:
     import fcntl

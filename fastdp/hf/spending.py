@@ -12,9 +12,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..accounting import epsilon_of, warn_of_delta
 from ..errors import AccountingError
-from ..training import adaptive
-from ..training.optim import PrivateOptimizer
-from ..training.words import at_most
+from ..optim import adaptive_clipping
+from ..optim.optimizers import PrivateOptimizer
+from ..utils.formatting import at_most
 from . import ledger
 from .batches import Source, column
 from .options import PrivacyArguments
@@ -101,9 +101,9 @@ class Spending:
                 "fsdp and its state_dict_type"
             )
         options = self._options()
-        for name in (*options, *adaptive.OPTIONS):
+        for name in (*options, *adaptive_clipping.OPTIONS):
             mine = options.get(name)
-            theirs = spent.options.get(name, None if name in adaptive.OPTIONS else mine)
+            theirs = spent.options.get(name, None if name in adaptive_clipping.OPTIONS else mine)
             if theirs != mine:
                 raise AccountingError(f"the checkpoint's run had {name}={theirs!r}, this one has {mine!r}")
         after = ledger.read(Path(checkpoint).parent)
@@ -204,7 +204,7 @@ class Spending:
             "clipping": clipping if isinstance(clipping, str) else getattr(clipping, "__name__", "function"),
             "style": named["style"],
             "noise_seed": named["seed"],
-            **{name: named[name] for name in adaptive.OPTIONS if named[name] is not None},
+            **{name: named[name] for name in adaptive_clipping.OPTIONS if named[name] is not None},
         }
 
     def _spent(self) -> ledger.Spent:

@@ -15,8 +15,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..accounting import History, noise_multiplier_for
 from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
-from ..training.optim import PrivateOptimizer
-from ..training.privatize import privatize
+from ..optim.optimizers import PrivateOptimizer
+from ..optim.privatize import privatize
 from . import arguments, ledger
 from .batches import Ticket, are_tickets, check_dataset, make_source, tickets
 from .combining import Combining
@@ -29,7 +29,7 @@ from .repeating import Repeating, Unrepeatable
 from .spending import Watch, logger
 
 if TYPE_CHECKING:
-    from ..training.graphed_shapes import GraphedShapes
+    from ..optim.graphed_shapes import GraphedShapes
 
 
 class DPTrainer(Combining, InParts, Repeating, Examination, FusedEvaluation):

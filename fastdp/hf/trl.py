@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import trl
 from torch import Tensor, nn
 
+from ..batch_axis.marks import mark_rows
 from ..errors import StepError
-from ..layouts.marks import mark_rows
 from . import more_arguments
 from .arguments import ArgumentError
 from .losses import rows, size_of, without_labels

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import History, check_accountant, delta_problem
+from ..accounting.ledger import Ledger, finite, run_of, whole
+from ..data.sampler import PoissonSampler
 from ..distributed.world import dealing_world, refuse_several
 from ..errors import ParameterError, StepError
 from ..ops.noise import Noise
-from ..training.checks import check_options
-from ..training.ledger import Ledger, finite, run_of, whole
-from ..training.moments import check_moments
-from ..training.private_optimizer import PrivateOptimizer
-from ..training.sampler import PoissonSampler
-from ..training.succession import _former_of
+from ..optim.moment_checks import check_moments
+from ..optim.optimizer_replacement import _former_of
+from ..optim.option_checks import check_options
+from ..optim.private_optimizer import PrivateOptimizer
 from .rounds import REMEDY, Round, changed_buffers, check_model, check_optimizer, has_statistics, trained, wide
 
 _NAME = "DP-FedAvg (updates of clients)"

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
-from ..distributed.same import mark
+from ..data.empty_batches import CollateWithEmpty, options_of
+from ..data.loader import PoissonLoader
+from ..data.sampler import PoissonSampler
+from ..data.weighted_samplers import sampler_of
+from ..distributed.fingerprints import mark
 from ..errors import AccountingError, StepError
-from ..training.collating import CollateWithEmpty, options_of
-from ..training.loader import PoissonLoader
-from ..training.options import parameters_of, refuse_unknown
-from ..training.sampler import PoissonSampler
-from ..training.uneven import sampler_of
+from ..utils.keyword_arguments import parameters_of, refuse_unknown
 
 
 class FixedOrder(PoissonSampler):

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import epsilon_of, warn_of_delta
+from ..batch_axis.current_batch import PhysicalBatch
 from ..distributed.world import refuse_several
 from ..engine.gradients import Gradients
 from ..errors import AccountingError, StepError
-from ..layouts.in_hand import PhysicalBatch
 from ..ops.clip import GAMMA
-from ..training.checks import refuse_second_step
-from ..training.clipping import ClippingFunction
-from ..training.fused import Release
-from ..training.optim import _Constructed
-from ..training.options import declared
-from ..training.privacy import Privacy
+from ..optim.clipping import ClippingFunction
+from ..optim.fused_update import Release
+from ..optim.optimizers import _Constructed
+from ..optim.option_checks import refuse_second_step
+from ..optim.private_step import Privacy
+from ..utils.keyword_arguments import declared
 from .participation import Tree, runs_of
 from .tree import TreeNoise
 

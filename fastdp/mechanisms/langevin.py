@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 
 from ..errors import StepError
-from ..training.private_optimizer import PrivateOptimizer
+from ..optim.private_optimizer import PrivateOptimizer
 
 
 def temperature(

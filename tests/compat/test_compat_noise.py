@@ -15,8 +15,8 @@ import fastdp
 from fastdp.compat.opacus import PrivacyEngine
 from fastdp.compat.opacus.data_loader import DPDataLoader
 from fastdp.compat.opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from fastdp.data.weighted_samplers import uneven
 from fastdp.errors import StepError
-from fastdp.training.uneven import uneven
 
 from .compat_runs import MODES, data, private
 

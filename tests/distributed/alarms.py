@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fastdp
-from fastdp.distributed import alarm
+from fastdp.distributed import failure_signal
 from fastdp.errors import StepError
 
 from .models import adamw, batch, build, loss_of, whole
@@ -25,7 +25,7 @@ from .tensor_errors import tokens
 from .tensor_models import build as tensor_build
 from .tensor_models import split
 
-alarm.PATIENCE = 1.0
+failure_signal.PATIENCE = 1.0
 
 
 _NUMBERS = itertools.count()

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from fastdp.distributed.parts import Part, placed_within
+from fastdp.distributed.shards import Part, placed_within
 from fastdp.ops.noise import Noise
-from fastdp.training import fused
+from fastdp.optim import fused_update
 
 from .. import forked
 from .ranks import ROOT, results, start
@@ -65,8 +65,8 @@ def test_the_example():
 
 @pytest.mark.parametrize("in_vain", [0, 1 << 20])
 def test_noise_by_runs_is_that_of_the_whole(in_vain, monkeypatch):
-    monkeypatch.setattr(fused, "_IN_VAIN", {"cpu": in_vain})
-    monkeypatch.setattr(fused, "_AT_ONCE", 100)
+    monkeypatch.setattr(fused_update, "_IN_VAIN", {"cpu": in_vain})
+    monkeypatch.setattr(fused_update, "_AT_ONCE", 100)
     total, noise = torch.randn(7, 10), Noise(3)
     whole = noise.add_scaled_(total.clone(), 0.7, 0.3, 5)
     for rank in range(3):
@@ -77,5 +77,5 @@ def test_noise_by_runs_is_that_of_the_whole(in_vain, monkeypatch):
             parameter = torch.nn.Parameter(total[rows, part.low : part.high].clone())
             key = id(parameter)
             sums, places = {key: parameter.detach().clone()}, {key: 5 + place.first}
-            release = fused.Release(sums, places, noise, 0.7, 0.3, {key: place})
+            release = fused_update.Release(sums, places, noise, 0.7, 0.3, {key: place})
             assert torch.equal(release.gradient(parameter), whole[rows, part.low : part.high])

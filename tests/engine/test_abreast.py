@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.engine import bundle
+from fastdp.engine import foreach
 
 from ..routes import forced
 
@@ -89,10 +89,10 @@ def test_together_is_exact(name: str, dropped: bool, route: str, monkeypatch: py
     model, x, factors = build(), torch.randn(B, *shape), torch.rand(B)
     if dropped:
         factors[1] = 0.0
-    made: list[bundle.Abreast] = []
-    own = bundle.Abreast.__init__
+    made: list[foreach.Abreast] = []
+    own = foreach.Abreast.__init__
     with monkeypatch.context() as patch:
-        patch.setattr(bundle.Abreast, "__init__", lambda self, *given: made.append(self) or own(self, *given))
+        patch.setattr(foreach.Abreast, "__init__", lambda self, *given: made.append(self) or own(self, *given))
         with forced(route):
             together = found(model, x, factors)
     assert made and min(len(joined.members) for joined in made) >= 2

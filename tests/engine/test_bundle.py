@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fastdp
-from fastdp.engine import bundle
+from fastdp.engine import foreach
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, together: bool = True, base: str = "DPSGD") -> nn.Module:
@@ -19,7 +19,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, together: bool = True, base: str = 
     )
     with monkeypatch.context() as patch:
         if not together:
-            patch.setattr("fastdp.engine.bundle.is_small", lambda use, parameter: False)
+            patch.setattr("fastdp.engine.foreach.is_small", lambda use, parameter: False)
         model(torch.randn(4, 5)).square().sum(1).mean().backward()
         optimizer.step()
     optimizer.detach()
@@ -28,9 +28,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, together: bool = True, base: str = 
 
 def test_together_or_alone_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    build = bundle.Bundle.__init__
+    build = foreach.Bundle.__init__
     monkeypatch.setattr(
-        bundle.Bundle, "__init__", lambda self, *given: (made.append(len(given[0])), build(self, *given))[1]
+        foreach.Bundle, "__init__", lambda self, *given: (made.append(len(given[0])), build(self, *given))[1]
     )
     one, other = trained(monkeypatch), trained(monkeypatch, together=False)
     assert made == [6], "two biases and two norm layers, once"

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.engine import bundle
-from fastdp.engine.bundle import Abreast
-from fastdp.uses.linear import Many, Matmul
+from fastdp.engine import foreach
+from fastdp.engine.foreach import Abreast
+from fastdp.grad_sample.linear import Many, Matmul
 
 from ..ops.by_triton import launches, serve_by_triton
 from ..routes import forced
@@ -139,7 +139,7 @@ def test_an_odd_vocabulary_is_filled_up_once(budget: int | None, monkeypatch: py
 
 def test_stored_gradients_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those too large for the bundle of small ones: one launch for each shape, and none of them twice."""
-    monkeypatch.setattr(bundle, "SMALL", 40)
+    monkeypatch.setattr(foreach, "SMALL", 40)
     monkeypatch.setattr(Matmul, "abreast_limit", 0)  # none is too small to be stored
     model, ids, factors = Net(tied=False), batch(), torch.tensor([0.3, 0.0, 1.7])
     exact = truth(model, ids, losses)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
+from fastdp.grad_sample.conv import Conv, Products
 from fastdp.ops import conv as conv_ops
 from fastdp.ops.geometry import Geometry
-from fastdp.uses.conv import Conv, Products
 
 from ..ops.by_triton import launches, serve_by_triton
 from ..routes import forced

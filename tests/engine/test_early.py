@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.diagnostics import GradientDiagnostics
-from fastdp.engine.early import Early
-from fastdp.uses.linear import Matmul
+from fastdp.engine.layerwise import LayerwiseSums
+from fastdp.grad_sample.linear import Matmul
 
 B, T, D = 6, 5, 8
 
@@ -21,13 +21,13 @@ B, T, D = 6, 5, 8
 @pytest.fixture
 def taken(monkeypatch):
     """The groups that were taken early, as numbers of their parameters."""
-    made, found = Early._take, []
+    made, found = LayerwiseSums._take, []
 
     def take(self, number, uses, batch):
         found.append(len(self._groups[number]))
         return made(self, number, uses, batch)
 
-    monkeypatch.setattr(Early, "_take", take)
+    monkeypatch.setattr(LayerwiseSums, "_take", take)
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastdp.grad_sample.cost_model import Shape
 from fastdp.ops.bounds import TOLERANCE as ENLARGED
-from fastdp.uses.costs import Shape
 
 from .. import cases
 from ..routes import BUDGET, FASTEST, forced

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
+from fastdp.batch_axis.layout import layout_on
+from fastdp.engine.call_cache import Memo
 from fastdp.engine.capture import _CaptureMode
 from fastdp.engine.known_calls import MISSED
-from fastdp.engine.layout_cache import Memo
 from fastdp.errors import SampleMixingError
-from fastdp.layouts.layout import layout_on
-from fastdp.layouts.nests import tensors_in
 from fastdp.ops.registry import native
+from fastdp.utils.pytree import tensors_in
 
 from .. import cases
 
@@ -269,7 +269,7 @@ def test_counts_of_objects_stay(seen: Seen) -> None:
     import gc
     import sys
 
-    from fastdp.layouts import moments, notes
+    from fastdp.batch_axis import generations, tensor_notes
 
     model, x = Block(), torch.randn(B, D)
     engine = engine_of(model)
@@ -278,8 +278,8 @@ def test_counts_of_objects_stay(seen: Seen) -> None:
         True,
         False,
         MISSED,
-        notes.LAYOUT,
-        notes.MADE,
+        tensor_notes.LAYOUT,
+        tensor_notes.MADE,
         F.linear,
         torch.relu,
         D,
@@ -295,4 +295,4 @@ def test_counts_of_objects_stay(seen: Seen) -> None:
     gc.collect()  # passes refer to each other
     grown = [sys.getrefcount(each) - old for each, old in zip(watched, before, strict=True)]
     assert max(map(abs, grown[3:])) < 40, grown  # of some 250 calls
-    assert moments.now() is not None
+    assert generations.now() is not None

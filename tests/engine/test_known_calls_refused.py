@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastdp
-from fastdp.engine.layout_cache import Memo
+from fastdp.engine.call_cache import Memo
 from fastdp.errors import SampleMixingError
 
 from .test_known_calls import B, Block, D, check, engine_of, pytestmark, step  # noqa: F401
@@ -143,7 +143,7 @@ def test_a_factor_of_a_parameter_that_is_a_size_is_judged() -> None:
 
 
 def test_rules_that_change_are_asked_again() -> None:
-    from fastdp.uses.rules import USE_RULES
+    from fastdp.grad_sample.rules import USE_RULES
 
     model, x, asked = Block(), torch.randn(B, D), []
     engine = engine_of(model)
@@ -160,7 +160,7 @@ def test_rules_that_change_are_asked_again() -> None:
 
 def test_calls_are_known_after_memory_of_constants_became_data() -> None:
     """In a process where some program has written data into a constant."""
-    from fastdp.layouts.held import HOLDING
+    from fastdp.batch_axis.data_memory import HOLDING
 
     HOLDING.turn += 1
     model, x = Block(), torch.randn(B, D)

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdp import PerSampleGradients
-from fastdp.engine.layout_cache import Memo, inquires
+from fastdp.batch_axis.layout import Layout, tag
+from fastdp.engine.call_cache import Memo, inquires
 from fastdp.errors import FastDPError
-from fastdp.layouts import answers
-from fastdp.layouts.layout import Layout, tag
+from fastdp.utils import cache
 
 B, T, D = 4, 4, 6  # the batch and the sequence of one size, on purpose
 
@@ -134,8 +134,8 @@ def test_what_is_not_remembered() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SIZE", 3)
-    kept = answers.Answers()
+    monkeypatch.setattr(cache, "SIZE", 3)
+    kept = cache.Answers()
     for number in range(8):
         kept[number] = -number
         assert len(kept) <= 3 and kept[number] == -number

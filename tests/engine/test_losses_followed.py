@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.engine import following
+from fastdp.batch_axis import data_memory
+from fastdp.batch_axis.layout import Layout
+from fastdp.engine import loss_tracking
 from fastdp.errors import BatchReadWarning, LossReductionWarning, SampleMixingError
-from fastdp.layouts import held
-from fastdp.layouts.layout import Layout
 
 from ..programs_by_hand import C, D, Program, WithLoss, assert_norms_of_single_samples, run, truth
 
@@ -295,7 +295,7 @@ def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
     waiting = nn.Linear(3, 2)
     optimizer = fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
     out = waiting(torch.randn(4, 3))  # no backward
-    held.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
+    data_memory.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
     saved = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter, values in zip(model.parameters(), saved, strict=True):
@@ -303,7 +303,7 @@ def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
     x, y = torch.randn(4, 3), torch.zeros(4, 4)
     y[torch.arange(4), torch.tensor([0, 2, 1, 1])] = 1.0
     y[2] = 0.0
-    assert following.current() is not None and out.requires_grad
+    assert loss_tracking.current() is not None and out.requires_grad
     assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
     optimizer.detach()
 

@@ -1,5 +1,5 @@
-"""Captured calls by autograd's own nodes (`uses.captured.Native`), and backwards like the one before
-(`engine.repeats`): every step is compared with one sample at a time, those in which all is known, too."""
+"""Captured calls by autograd's own nodes (`grad_sample.captured_call.Native`), and backwards like the one before
+(`engine.repeated_backward`): every step is compared with one sample at a time, those in which all is known, too."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.engine import repeats
-from fastdp.engine.garbage import MANY
+from fastdp.engine import repeated_backward
 from fastdp.errors import StepError
+from fastdp.grad_sample.captured_call import Native
 from fastdp.ops.registry import native
-from fastdp.uses.captured import Native
+from fastdp.utils.garbage_collection import MANY
 
 pytestmark = pytest.mark.skipif(isinstance(native(), str), reason="the extension is not built")
 B, T, D = 4, 3, 6
@@ -144,7 +144,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         monkeypatch.setattr(cls, name, counting)
 
     count(Native, "__call__", "native")
-    count(repeats.Like, "gradients", "repeated")
+    count(repeated_backward.Like, "gradients", "repeated")
     return found
 
 

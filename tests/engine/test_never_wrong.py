@@ -253,7 +253,7 @@ def test_ctrl_c_in_the_forward():
 
 def test_only_one_group_is_not_finite():
     """Layerwise: infinity in one layer's gradient drops the sample from all of them."""
-    from fastdp.training.clipping import Clipping
+    from fastdp.optim.clipping import Clipping
 
     clipping = Clipping({"0.weight": torch.zeros(1), "1.weight": torch.zeros(1)}, "local", 1.0, "layerwise")
     squares = [torch.tensor([1.0, float("inf"), 4.0]), torch.tensor([1.0, 1.0, float("nan")])]

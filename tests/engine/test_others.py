@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
-from fastdp.training import rates
+from fastdp.data import sample_rates
 
 
 def net() -> nn.Sequential:
@@ -156,7 +156,7 @@ def rated(rate: float, records: int = 600, batch: int = 60, workers: int = 0, **
 
 @pytest.fixture(autouse=True)
 def _looked_for_no_loader_before(monkeypatch):
-    monkeypatch.setattr(rates, "_WITHOUT", {})
+    monkeypatch.setattr(sample_rates, "_WITHOUT", {})
 
 
 def test_a_sample_rate_far_below_batch_by_records_is_warned_of_once():

@@ -1,4 +1,4 @@
-"""Several forwards before one backward: whether their samples are the same (`engine.several`)."""
+"""Several forwards before one backward: whether their samples are the same (`engine.multiple_forwards`)."""
 
 from __future__ import annotations
 

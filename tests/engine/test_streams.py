@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.engine.gradients import Gradients
 from fastdp.errors import StepError
-from fastdp.uses import streams
+from fastdp.grad_sample import device_streams
 
 
 class Stream:
@@ -33,8 +33,8 @@ class Device:
         self.streams = {name: Stream(name, self.notes) for name in ("main", "side")}
         self.now = "main"
         self.kept: list[tuple[str, int]] = []
-        monkeypatch.setattr(streams, "current", lambda device: self.streams[self.now])
-        monkeypatch.setattr(streams, "_number", lambda device: self.now)
+        monkeypatch.setattr(device_streams, "current", lambda device: self.streams[self.now])
+        monkeypatch.setattr(device_streams, "_number", lambda device: self.now)
         keep = lambda tensor, stream: self.kept.append((stream.name, id(tensor)))
         monkeypatch.setattr(Tensor, "record_stream", keep)
 
@@ -130,10 +130,10 @@ def test_streams_change_within_a_backward(device: Device) -> None:
 
 
 def test_without_streams() -> None:
-    assert streams.current(torch.device("cpu")) is None
-    assert streams.current(torch.device("meta")) is None
-    assert streams.current(torch.device("mps")) is None
-    noted = streams.Streams()
+    assert device_streams.current(torch.device("cpu")) is None
+    assert device_streams.current(torch.device("meta")) is None
+    assert device_streams.current(torch.device("mps")) is None
+    noted = device_streams.Streams()
     model = Net()
     engine = fastdp.PerSampleGradients(model)
     model(torch.randn(6, 5)).square().sum(1).mean().backward()

@@ -20,7 +20,7 @@ from fastdp.finetune.card import guess_of, make_card, write_card
 from fastdp.finetune.options import default_batch, default_delta
 from fastdp.finetune.plan import Outcome, Plan
 from fastdp.finetune.plots import in_text, write_plots
-from fastdp.training.words import at_most, duration, size
+from fastdp.utils.formatting import at_most, duration, size
 
 PLAN = dict(
     noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=10, steps=20, lr=0.1, new_lr=0.1, delta=1e-4,

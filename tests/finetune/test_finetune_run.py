@@ -16,7 +16,7 @@ from fastdp.errors import StepError
 from fastdp.finetune import batch_size, prepare, run
 from fastdp.finetune.files import SaveError, new_file
 from fastdp.finetune.plan import FinetuneError
-from fastdp.training.graphed import GraphedStep
+from fastdp.optim.graphed_step import GraphedStep
 
 from .finetune_models import card_of, classifier, command, options_of, reviews, transformers
 

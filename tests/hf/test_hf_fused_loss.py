@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fastdp.errors import StepError
+from fastdp.grad_sample.head_loss import HeadLoss
 from fastdp.losses import causal_lm_loss
-from fastdp.training.fused_head import FusedHead
-from fastdp.uses.head_loss import HeadLoss
+from fastdp.losses.language_model_head import FusedHead
 
 from ..hf_models import (
     Collate,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastdp.errors import GraphError, StepError
-from fastdp.training import graphed_shapes
+from fastdp.optim import graphed_shapes
 
 from ..hf_models import Collate, DPTrainer, bert, gpt2, private, texts, trainer_of, weights
 

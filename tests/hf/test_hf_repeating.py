@@ -16,7 +16,7 @@ import torch
 
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError
-from fastdp.training import fused, private_optimizer
+from fastdp.optim import fused_update, private_optimizer
 
 from ..hf_models import gpt2, private, texts, trainer_of, transformers, weights
 
@@ -121,14 +121,14 @@ def test_in_another_environment_nothing_is_repeated(tmp_path, monkeypatch, name)
 
 
 def test_other_sums_never_get_the_same_noise(tmp_path, monkeypatch):
-    drawn, real = collections.defaultdict(set), fused.step
+    drawn, real = collections.defaultdict(set), fused_update.step
 
     def step(kind, groups, state, release, *tables):
         sums = b"".join(release.sums[k].numpy().tobytes() for k in sorted(release.sums, key=release.offsets.get))
         drawn[release.noise.key, release.noise.step].add(sums)
         real(kind, groups, state, release, *tables)
 
-    monkeypatch.setattr(fused, "step", step)
+    monkeypatch.setattr(fused_update, "step", step)
     crashed(tmp_path / "run", 5)
     other = gpt2(dropout=0.1)
     losses = type(other).forward
@@ -209,7 +209,7 @@ class Events:
 
     def watch(self, noise_log):
         """Put events around everything that leaves a trace, and note every noise that is drawn with its sums."""
-        write, update, out = os.write, fused.step, os.open(noise_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        write, update, out = os.write, fused_update.step, os.open(noise_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
         def half(file, data):
             self("before write")

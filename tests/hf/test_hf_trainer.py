@@ -113,7 +113,7 @@ def test_a_step_is_the_sum_of_clipped_samples(case, tmp_path):
 
 def test_poisson_batches_by_physical_ones(tmp_path, monkeypatch):
     """Each step takes the records that were drawn, whatever their number; divided by the expected one."""
-    monkeypatch.setattr("fastdp.training.collate_mixing.refuse_mixing", lambda *_: None)  # it would be seen, too
+    monkeypatch.setattr("fastdp.data.collate_mixing.refuse_mixing", lambda *_: None)  # it would be seen, too
     model, records, collate = gpt2().double(), texts(30, "next"), Collate()
     states = [weights(model)]
 

@@ -13,7 +13,7 @@ import pytest
 from fastdp.__main__ import parsed
 from fastdp.commands import tune
 from fastdp.mechanisms import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
-from fastdp.training.words import at_most
+from fastdp.utils.formatting import at_most
 
 TRAIN = """
 import os, sys, warnings

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastdp.grad_sample.head_loss import _weights
 from fastdp.losses import causal_lm_loss, linear_cross_entropy, token_loss
 from fastdp.ops import head, head_loss, head_sums
 from fastdp.ops.head import Head, Terms
 from fastdp.ops.head_loss import Wanted, evaluate
-from fastdp.uses.head_loss import _weights
 
 B, T, D, V = 3, 5, 4, 11
 # bytes of whole logits, bytes of a slice: all at once; by samples; by slices, of several words and of one

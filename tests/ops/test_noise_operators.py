@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastdp.ops import noise
 from fastdp.ops.noise import Noise, noise_
-from fastdp.training.privacy import Privacy
+from fastdp.optim.private_step import Privacy
 
 from .noise_truth import KEY, SINGLE_ERROR, draw
 

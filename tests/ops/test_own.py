@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp import ops
+from fastdp.grad_sample import cost_model
+from fastdp.grad_sample.cost_model import Shape
+from fastdp.grad_sample.planner import Planner
 from fastdp.ops import registry
 from fastdp.ops.registry import OPERATORS
-from fastdp.uses import costs
-from fastdp.uses.costs import Shape
-from fastdp.uses.planner import Planner
 
 CPU = torch.device("cpu")
 
@@ -189,17 +189,17 @@ def test_a_step_uses_it() -> None:
 
 def test_the_planner_measures_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FASTDP_CALIBRATE", "1")
-    slow = {key: [1.0, 0.0, 0.0, 0.0] for key in costs.DEFAULT}
+    slow = {key: [1.0, 0.0, 0.0, 0.0] for key in cost_model.DEFAULT}
     measured: list[bool] = []
 
-    def calibrate(*_: Any) -> costs.Constants:
+    def calibrate(*_: Any) -> cost_model.Constants:
         measured.append(registry.any_own())
         cheap = "linear gram" if registry.any_own() else "linear direct"
         return {**slow, cheap: [0.0] * 4, "linear per_sample": [9.0] * 4}
 
-    monkeypatch.setattr(costs, "calibrate", calibrate)
-    monkeypatch.setattr(costs, "_path", lambda *_: tmp_path / "costs.json")
-    costs._constants.cache_clear()
+    monkeypatch.setattr(cost_model, "calibrate", calibrate)
+    monkeypatch.setattr(cost_model, "_path", lambda *_: tmp_path / "costs.json")
+    cost_model._constants.cache_clear()
     planner, shape = Planner(), Shape("linear", 2, 8, 16, 16)
     assert planner.norm_route(shape, CPU, False) == "direct"
     ops.register_kernel("linear_norm_sq", device="cpu", check=False)(_norm)
@@ -210,4 +210,4 @@ def test_the_planner_measures_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         False,
         True,
     ]  # the times of our own kernels were kept, and the user's were not kept in their place
-    costs._constants.cache_clear()
+    cost_model._constants.cache_clear()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fastdp.grad_sample.recurrent import _STEPS as STEPS
 from fastdp.ops import recurrent
-from fastdp.uses.recurrent import _STEPS as STEPS
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import fastdp
 from fastdp import ops
+from fastdp.grad_sample.cost_model import DEFAULT
+from fastdp.grad_sample.routed_rows import Routed
 from fastdp.ops.registry import forced
 from fastdp.ops.routed import longest_gram, overwrite_routed_sum
-from fastdp.uses.costs import DEFAULT
-from fastdp.uses.routed import Routed
 
 # rows, inputs, outputs, matrices, samples
 SIZES = ((37, 5, 6, 4, 3), (300, 40, 33, 3, 2), (300, 10, 300, 1, 2), (150, 16, 8, 5, 7), (8, 8, 8, 8, 8),

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fastdp import PerSampleGradients
+from fastdp.batch_axis.calls import Call, Tags
+from fastdp.batch_axis.operator_table import spellings
+from fastdp.batch_axis.propagate import ask
+from fastdp.batch_axis.rules import LAYOUT_RULES, layout_rule
 from fastdp.errors import SampleMixingError
-from fastdp.layouts.calls import Call, Tags
-from fastdp.layouts.kinds import spellings
-from fastdp.layouts.propagate import ask
-from fastdp.layouts.rules import LAYOUT_RULES, layout_rule
 
 from ..cases import Net, square
 from ..truth import compare

@@ -15,8 +15,8 @@ from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
 from benchmarks.suites import OTHERS, SMALL, words
 from benchmarks.vision import resnet18
-from fastdp.uses import costs
-from fastdp.uses.costs import Shape
+from fastdp.grad_sample import cost_model
+from fastdp.grad_sample.cost_model import Shape
 
 GPU = (8e14, 3e12)  # operations and bytes a second
 
@@ -160,9 +160,9 @@ def test_routes_of_the_planner_benchmark_agree(family: str) -> None:
 
 def test_planner_rows_and_summary() -> None:
     shape = Shape("linear", 2, 8, 16, 16)
-    predicted = planner.routes_to_try(shape, costs.DEFAULT)
+    predicted = planner.routes_to_try(shape, cost_model.DEFAULT)
     assert set(predicted) == {"gram", "direct", "materialise"}
-    assert "materialise" not in planner.routes_to_try(Shape("linear", 32, 8, 4096, 8192), costs.DEFAULT)
+    assert "materialise" not in planner.routes_to_try(Shape("linear", 32, 8, 4096, 8192), cost_model.DEFAULT)
     routes = planner.linear(shape, lambda *size: torch.randn(size))
     row = planner.measure(shape, routes, predicted, "gram", torch.device("cpu"), 3)
     assert float(str(row["loss"])) >= 0 and row["chosen"] == "gram"

@@ -174,7 +174,7 @@ def test_every_device_test_is_run() -> None:
     needing = re.compile(r"skipif\(\s*not torch\.cuda\.is_available|^GPU = torch\.cuda\.is_available", re.M)
     found = {path for path in ROOT.glob("tests/**/test_*.py") if needing.search(path.read_text())}
     named = {ROOT / word for word in done.stdout.split() if word.endswith("device.py")}
-    assert found <= named and ROOT / "tests/training/test_graphed_device.py" in named, found - named
+    assert found <= named and ROOT / "tests/optim/test_graphed_device.py" in named, found - named
 
 
 def test_caches_are_taken_again(device: Device, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
-from ...training.collate_mixing import Trials
-from ...training.collating import options_of
-from ...training.given import nothing
-from ...training.uneven import EVEN, sampler_of, says_its_rate
+from ...data.batched_datasets import nothing
+from ...data.collate_mixing import Trials
+from ...data.empty_batches import options_of
+from ...data.weighted_samplers import EVEN, sampler_of, says_its_rate
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 logger = logging.getLogger("opacus.data_loader")  # the name that users know

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...distributed.fingerprints import mark, mark_of_parameters
 from ...distributed.reduce import Reduction
-from ...distributed.same import mark, mark_of_parameters
 from ...distributed.world import World, world_of
 from .grad_sample.gsm_base import owners_of
 from .grad_sample.samples import is_processed

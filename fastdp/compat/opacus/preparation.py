@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, Sampler
 
+from ...data.weighted_samplers import REMEDY, sampler_of, uneven
 from ...distributed.sharded import is_sharded, to_parts
-from ...training.uneven import REMEDY, sampler_of, uneven
 from .distributed import DifferentiallyPrivateDistributedDataParallel
 from .grad_sample import AbstractGradSampleModule
 

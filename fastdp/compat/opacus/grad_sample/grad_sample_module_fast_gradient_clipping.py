@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....distributed.replicas import check_samples
+from ....distributed.wrappers import check_samples
 from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples

@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ....distributed.parts import Part, placed_like
-from ....distributed.replicas import Replica, world_for
-from ....distributed.same import mark_of_model
+from ....distributed.fingerprints import mark_of_model
 from ....distributed.sharded import Sharded, is_sharded
+from ....distributed.shards import Part, placed_like
 from ....distributed.tensor_mesh import tensor_mesh_of
 from ....distributed.world import World
+from ....distributed.wrappers import Replica, world_for
 from ....engine.gradients import Gradients
 from ....engine.per_sample import PerSampleGradients
 from ....errors import StepError
 from ....ops.clip import clip_factors
-from ....training.sums import ShardedSums, Share
+from ....optim.clipped_sums import ShardedSums, Share
 from .grad_sample_module_fast_gradient_clipping import (
     OTHER_OPTIMIZER,
     GradSampleHooksFastGradientClipping,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ....distributed.replicas import check_samples
 from ....distributed.world import World
+from ....distributed.wrappers import check_samples
 from ....engine.gradients import Gradients
 from ....engine.per_sample import PerSampleGradients
 from . import samples

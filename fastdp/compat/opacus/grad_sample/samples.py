@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from ....engine.gradients import Gradients
 from ....errors import StepError
+from ....grad_sample.conv import Conv
+from ....grad_sample.embedding import Lookup
+from ....grad_sample.linear import Matmul
+from ....grad_sample.parameter_links import link_of
+from ....grad_sample.parameter_use import ParameterUse, Stored
+from ....grad_sample.routed_rows import Routed
 from ....ops.common import exactly
-from ....uses.conv import Conv
-from ....uses.embedding import Lookup
-from ....uses.linear import Matmul
-from ....uses.links import link_of
-from ....uses.routed import Routed
-from ....uses.use import Stored, Use
 
 NAME = "grad_sample"
 _OF_DATA = (Conv, Stored, Lookup, Matmul, Routed)  # hold inputs and output gradients, no weights
@@ -73,7 +73,7 @@ class Record:
             return self.gradients.per_sample(parameter)
 
 
-def _of_data(use: Use) -> bool:
+def _of_data(use: ParameterUse) -> bool:
     link = link_of(use.operand)
     return isinstance(use, _OF_DATA) and (link is None or (link.isometric and len(link.leaves) == 1))
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ....distributed.parts import Part, placed_like
 from ....distributed.reduce import Reduction
+from ....distributed.shards import Part, placed_like
 from ....distributed.world import World, world_of
 from ..distributed import OfProcesses
 from ..grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import GradSampleHooksFastGradientClippingFSDP

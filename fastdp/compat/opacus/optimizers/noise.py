@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....distributed.parts import Part
+from ....distributed.shards import Part
 from ....errors import StepError
 from ....ops.noise import Noise
-from ....training.fused import add_noise_
+from ....optim.fused_update import add_noise_
 
 DRAWS = 4  # in secure mode the noise is half the sum of so many
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ....distributed.parts import Part
+from ....distributed.shards import Part
 from ....ops.clip import clip_factors
-from ....training.state import warn_of_others
+from ....optim.checkpoint import warn_of_others
 from ..grad_sample import samples
 from ..grad_sample.gsm_base import owners_of
 from ..grad_sample.samples import Pending

@@ -11,7 +11,7 @@ from typing import Any
 from opacus.utils import batch_memory_manager as theirs
 from torch.utils.data import DataLoader, Sampler
 
-from ....training.collating import options_of
+from ....data.empty_batches import options_of
 
 __all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
 

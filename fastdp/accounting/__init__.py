@@ -1,0 +1,358 @@
+"""The privacy spent, computed by the accountants of Opacus: PRV, RDP and GDP.
+
+The neighbouring relation is the addition or removal of one sample, with Poisson sampling at the stated rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..errors import AccountingError
+
+ACCOUNTANTS = ("prv", "rdp", "gdp")
+# A run of equal steps: (noise multiplier, sample rate, steps). Where batches have a largest size, a fourth number is
+# the probability, at each step, that a sample was cut to it (`fastdp.sampling.truncation`).
+Run = tuple[float, float | None, int] | tuple[float, float | None, int, float]
+History = list[Run]
+
+
+def check_accountant(name: str) -> str:
+    """Return the name of an accountant. Raises AccountingError if there is no such accountant."""
+    if name not in ACCOUNTANTS:
+        raise AccountingError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {name!r}")
+    return name
+
+
+def delta_problem(delta: float, samples: float, unit: str = "record") -> str:
+    """Return what is wrong with this delta for this many samples (records or persons), or "".
+
+    At delta = 1 / n, a mechanism that publishes one random sample in full counts as private.
+    """
+    if not samples or delta * samples < 1 - 1e-9:
+        return ""
+    return f"delta={delta:g} is not below 1/{samples:.6g}: publishing a random {unit} in full would satisfy it"
+
+
+def warn_of_delta(delta: float, samples: float | None, stacklevel: int = 3) -> None:
+    """Warn of an epsilon at a delta that means nothing.
+
+    Args:
+        delta: the delta of the guarantee.
+        samples: the number of samples, or None if it is not known.
+        stacklevel: as of warnings.warn.
+    """
+    known = samples is not None
+    samples = 10 if samples is None else samples  # fewer than that nobody trains on
+    if delta < 1 and (problem := delta_problem(delta, samples, "sample")):
+        if not known:
+            problem = (
+                f"delta={delta:g} is too large: publishing one sample of {math.ceil(1 / delta)} in full satisfies it"
+            )
+        warnings.warn(f"{problem}. Ask for epsilon at {1 / (2 * samples):.1g} or less", stacklevel=stacklevel)
+
+
+def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float:
+    """Compute the epsilon at delta of runs of (noise multiplier, sample rate, steps).
+
+    Where samples were cut to a largest size, the accountant is given delta - (1 + exp(epsilon)) * p, in which p is the
+    probability that any sample of the run was cut: until then, the run is one of Poisson sampling.
+
+    Args:
+        history: the runs. Without runs, epsilon is 0; a run without noise makes it infinite. A fourth number is the
+            `fastdp.sampling.truncation` of a step.
+        delta: in (0, 1).
+        accountant: "prv" (exact to 0.01), "rdp" (an upper bound) or "gdp" (an approximation: a warning says if it is
+            too small).
+
+    Raises:
+        AccountingError: if delta, the accountant or a sample rate is missing or invalid, or GDP has no epsilon.
+
+    Source: PRV, Gopi et al. 2021 (arXiv 2106.02848); RDP, Mironov 2017 (arXiv 1702.07476); GDP, Bu et al. 2020 (arXiv
+    1911.11607); truncation, Chua et al. 2024 (arXiv 2411.04205).
+    """
+    found = epsilon_by(history, delta, accountant)
+    if accountant == "gdp" and 0 < found < math.inf and (exact := epsilon_by(history, delta, "prv")) > found + 0.01:
+        warnings.warn(
+            f"GDP's approximation says epsilon {found:.3g}, which is too small here: PRV, which is exact to 0.01, says "
+            f"{exact:.3g}. Take accountant='prv' for a guarantee",
+            stacklevel=2,
+        )
+    return found
+
+
+def epsilon_by(history: History, delta: float, accountant: str) -> float:
+    """`epsilon_of`, without a word on how good the accountant is."""
+    check_accountant(accountant)
+    if not 0 < delta < 1:
+        raise AccountingError(f"delta must lie in (0, 1), not {delta!r}")
+    runs: list[tuple[float, float, int]] = []
+    truncated = 0.0  # the probability that any sample was cut, by the union bound
+    for run in history:
+        sigma, rate, steps = run[:3]
+        truncated += steps * truncation_in(run)
+        if rate is None:
+            raise AccountingError(
+                "the sample rate of the steps is not known: give sample_rate= to the optimizer or to its epsilon(), or "
+                "train with fastdp.poisson_loader, which tells it"
+            )
+        runs.append((sigma, rate, steps))
+    if not runs:
+        return 0.0
+    if any(sigma == 0 for sigma, _, _ in runs):
+        return math.inf
+    epsilon, slack = 0.0, 1e-6
+    for _ in range(_ROUNDS):  # until it is enough for the delta that it leaves; each round's is larger
+        left = delta - (1 + math.exp(min(epsilon, 700.0))) * truncated
+        if left <= 0:
+            return math.inf
+        found = max(0.0, _of_noisy_runs(accountant, runs, left))  # at a large delta theirs may be below 0: none
+        if not truncated or found <= epsilon:
+            return found if not truncated else epsilon
+        epsilon, slack = found * (1 + slack), slack * 4
+    return math.inf
+
+
+_ROUNDS = 20
+
+
+def truncation_in(run: Run) -> float:
+    """Return the truncation of the steps of a run; 0 where samples have no largest size.
+
+    Raises AccountingError if it is no probability.
+    """
+    chance = run[3] if len(run) > 3 else 0.0
+    if not 0 <= chance <= 1:
+        raise AccountingError(f"the truncation of a step is a probability, not {chance!r}")
+    return chance
+
+
+def _of_noisy_runs(accountant: str, runs: list[tuple[float, float, int]], delta: float) -> float:
+    """The accountant's epsilon of runs that all have noise."""
+    if accountant == "gdp":
+        return _gdp(runs, delta)
+    bound = _by_opacus("rdp", runs, delta)
+    if accountant == "rdp" or bound > PRV_REACH:
+        return bound
+    try:
+        found = _by_opacus("prv", runs, delta)
+    except (RuntimeError, ValueError, MemoryError) as problem:  # its numbers run out: RDP bounds epsilon as well
+        found = bound
+        warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=4)
+    # PRV's grid ends near 700: there it says too little, or that there is no bound
+    return found if found < PRV_LIMIT else bound
+
+
+PRV_LIMIT = 500.0
+PRV_REACH = 2 * PRV_LIMIT  # RDP's bound above which PRV's grid takes gigabytes, and tells nothing
+
+
+def _by_opacus(name: str, runs: list[tuple[float, float, int]], delta: float) -> float:
+    from opacus.accountants import create_accountant
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # RDP's about its range of orders
+        made: Any = create_accountant(name)
+        made.history = list(runs)
+        return float(made.get_epsilon(delta=delta))
+
+
+def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
+    """mu = q sqrt(T (exp(1 / sigma^2) - 1)) (Bu et al. 2020, central limit theorem); runs are composed by squares."""
+    from opacus.accountants.analysis import gdp
+
+    mus = [gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs]
+    return _epsilon_of_mu(math.sqrt(sum(float(mu) ** 2 for mu in mus)), delta)
+
+
+def _epsilon_of_mu(mu: float, delta: float) -> float:
+    """The epsilon at delta of mu-GDP."""
+    from opacus.accountants.analysis import gdp
+
+    if float(gdp.delta_eps_mu(eps=0.0, mu=mu)) <= delta:
+        return 0.0
+    try:
+        return float(gdp.eps_from_mu(mu=mu, delta=delta))
+    except ValueError:
+        raise AccountingError(
+            f"GDP accounting has no epsilon here (mu = {mu:.3g} at delta {delta:g}): use accountant='prv'"
+        ) from None
+
+
+def steps_per_epoch(sample_rate: float) -> int:
+    """Return the number of steps that sample each record once in expectation: ceil(1 / sample_rate).
+
+    It is exact if 1 / sample_rate is whole. Raises AccountingError if the rate is not in (0, 1].
+    """
+    if not 0 < sample_rate <= 1:
+        raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
+    inverse = 1 / sample_rate
+    nearest = round(inverse)
+    return nearest if abs(inverse - nearest) < 1e-9 * inverse else math.ceil(inverse)
+
+
+class Setting(NamedTuple):
+    """A training run as papers state it.
+
+    It has Poisson sampling at rate batch / records, and epochs x records / batch steps, rounded down.
+    """
+
+    name: str
+    noise_multiplier: float
+    batch: float
+    records: int
+    epochs: float
+    delta: float
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return int(self.epochs * self.records / self.batch + 1e-9)
+
+
+class Spent(NamedTuple):
+    """The epsilon of a setting by each accountant.
+
+    `gdp_uniform` is GDP for batches of a fixed size drawn without replacement, which has another neighbouring relation:
+    one record is replaced.
+    """
+
+    setting: Setting
+    gdp: float
+    rdp: float
+    prv: float
+    gdp_uniform: float
+
+
+# (epsilon, delta) that Bu et al. (TMLR 2023) state, by GDP, to two decimals; Poisson sampling reproduces both.
+PAPERS = (
+    (Setting("MNIST CNN", 1.1, 256, 60_000, 60, 1e-5), 2.32),
+    (Setting("CIFAR-10 CNN", 1.3, 250, 50_000, 60, 1e-5), 1.96),
+)
+
+
+def table(settings: Iterable[Setting]) -> list[Spent]:
+    """Compute what each setting spends, by all accountants.
+
+    GDP is the approximation by the central limit theorem, which can be below the truth. PRV is exact to 0.01, and RDP
+    is an upper bound. Raises AccountingError if a setting has no step, and as `epsilon_of` does.
+    """
+    from opacus.accountants.analysis import gdp
+
+    found = []
+    for setting in settings:
+        if setting.steps < 1 or not 0 < setting.batch <= setting.records:
+            raise AccountingError(f"no step in {setting}: batch, records and epochs must be positive, batch <= records")
+        rate, sigma = setting.batch / setting.records, setting.noise_multiplier
+        runs: History = [(sigma, rate, setting.steps)]
+        spent = {name: epsilon_by(runs, setting.delta, name) for name in ACCOUNTANTS}
+        uniform = math.inf
+        if sigma > 0:
+            mu = float(gdp.compute_mu_uniform(steps=setting.steps, noise_multiplier=sigma, sample_rate=rate))
+            uniform = _epsilon_of_mu(mu, setting.delta)
+        found.append(Spent(setting, spent["gdp"], spent["rdp"], spent["prv"], uniform))
+    return found
+
+
+def noise_multiplier_for(
+    *,
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int | None = None,
+    epochs: float | None = None,
+    accountant: str = "prv",
+    tolerance: float = 0.01,
+    truncation: float = 0.0,
+) -> float:
+    """Find the smallest noise multiplier that spends at most target_epsilon, up to the tolerance.
+
+    Args:
+        target_epsilon: positive and finite; for "prv" at least 0.05.
+        delta: in (0, 1). A warning says so if delta is at least 1 / records whatever the number of records is: a batch
+            of one record has the rate 1 / records.
+        sample_rate: the rate of Poisson sampling, in (0, 1].
+        steps: the number of steps. Give either steps or epochs.
+        epochs: the number of epochs of ceil(1 / sample_rate) steps each.
+        accountant: "prv", "rdp" or "gdp".
+        tolerance: how far epsilon may stay below target_epsilon.
+        truncation: the probability that a step's sample is cut to a largest size (`fastdp.sampling.truncation`).
+
+    Returns:
+        The noise multiplier sigma, in units of the sensitivity.
+
+    Raises:
+        AccountingError: if an argument is invalid, or no multiplier below 1e4 suffices.
+    """
+    check_accountant(accountant)
+    if 0 < sample_rate <= delta < 1:
+        warnings.warn(
+            f"delta={delta:g} is not below the sample rate {sample_rate:g}, so not below 1/records: publishing a "
+            "random record in full would satisfy it. Take one well below 1/records",
+            stacklevel=2,
+        )
+    if (steps is None) == (epochs is None):
+        raise AccountingError("give either steps= or epochs=")
+    if not target_epsilon > 0 or not math.isfinite(target_epsilon):
+        raise AccountingError(f"target_epsilon must be positive and finite, not {target_epsilon!r}")
+    if epochs is not None:
+        steps = math.ceil(epochs * steps_per_epoch(sample_rate))
+    assert steps is not None
+    steps_per_epoch(sample_rate)  # checks the rate
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise AccountingError(f"steps must be a whole number of at least 1, not {steps!r}")
+    if accountant == "prv" and target_epsilon < 0.05:
+        raise AccountingError("PRV accounting is exact to 0.01: for an epsilon below 0.05 use accountant='rdp'")
+
+    def spent(sigma: float) -> float:
+        try:
+            return epsilon_by([(sigma, sample_rate, steps, truncation)], delta, accountant)
+        except AccountingError:  # GDP has no number for so little noise: too much is spent
+            if accountant != "gdp":
+                raise
+            return math.inf
+
+    start = 1.0
+    if accountant == "prv":  # slow: begin where the fast accountant, whose epsilon is larger, meets the target
+        with contextlib.suppress(AccountingError):  # which has orders to a limit: small epsilons are beyond it
+            with warnings.catch_warnings():  # said above
+                warnings.simplefilter("ignore")
+                start = noise_multiplier_for(
+                    target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
+                    truncation=truncation,
+                )  # fmt: skip
+    low, high, below = 0.0, start, math.inf
+    while (above := spent(high)) > target_epsilon:
+        low, high, below = high, high * 2, above
+        if high > 1e4:
+            raise AccountingError(
+                f"epsilon {target_epsilon} at delta {delta} needs a noise multiplier above 1e4 at sample rate "
+                f"{sample_rate} and {steps} steps ({accountant}); take fewer steps, a lower rate or a larger delta"
+            )
+    precision = tolerance * min(1.0, target_epsilon) / 10
+    while high - low > 1e-4 * high and target_epsilon - above >= precision:
+        middle = _between(low, high, below, above, target_epsilon - precision / 2)
+        epsilon = spent(middle)
+        if epsilon > target_epsilon:
+            low, below = middle, epsilon
+        else:
+            high, above = middle, epsilon
+    return high
+
+
+def _between(low: float, high: float, below: float, above: float, wanted: float) -> float:
+    """Where epsilon may be as wanted: on the line through the ends, in logarithms, but well within them.
+
+    Args: epsilon is `below` at the noise multiplier `low` and `above` at `high`; infinite if unknown.
+    """
+    if not (above > 0 and wanted > 0):
+        return (low + high) / 2
+    slope = 1.0
+    if low > 0 and below < math.inf:
+        slope = math.log(below / above) / math.log(high / low)
+    guess = high * (above / wanted) ** (1 / max(slope, 0.1))
+    margin = (high - low) / 50
+    return min(max(guess, low + margin), high - margin) if low > 0 else max(guess, high / 4)

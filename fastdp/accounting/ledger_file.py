@@ -1,0 +1,129 @@
+"""A ledger on the disk: every noised step is written and synced before its noise is added.
+
+Whatever happens to the process, no release exists that is not in the file, so the count of steps is never too low. It
+is too high by the step in hand if the process dies between the line and the update. Of several processes the first one
+writes, before it agrees to the step, and no process updates its weights before all have agreed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import weakref
+from pathlib import Path
+
+from ..distributed.world import World
+from ..errors import AccountingError, StepError
+from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
+from .ledger import Ledger, Run, run_of
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: two processes at once are not noticed there
+    fcntl = None  # type: ignore[assignment]
+
+_HEAD = {"fastdp": "ledger of noised steps", "format": 1}
+
+
+class LedgerFile:
+    """The file, open for appending and locked against other processes.
+
+    runs: the steps that it held when it was opened, with their makers.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open it, or begin it.
+
+        Raises AccountingError if it cannot be written, is in use, is no ledger, or has a damaged line.
+        """
+        self.path = Path(path)
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as problem:
+            raise AccountingError(
+                f"the ledger {self.path} cannot be opened ({problem.strerror}): give ledger= a file in a folder that "
+                "exists and may be written"
+            ) from None
+        self.close = weakref.finalize(self, os.close, self._file)
+        try:
+            self._lock()
+            self.runs = self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, run: Run) -> None:
+        """One step is about to be made. Raises StepError if it is not on the disk: then it must not be made."""
+        size = os.fstat(self._file).st_size
+        try:
+            append(self._file, line_of(run._asdict()))
+        except OSError as problem:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, size)
+            raise StepError(
+                f"the step could not be written to the ledger {self.path} ({problem.strerror}), so it was not made, "
+                "and its gradients are dropped: free some space there, and go on with the next batch"
+            ) from None
+
+    def _lock(self) -> None:
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AccountingError(
+                f"the ledger {self.path} is in use, by another process or by another optimizer of this one: detach() "
+                "that optimizer, or give each training a file of its own"
+            ) from None
+        except OSError:  # a network folder without locks
+            return
+
+    def _read(self) -> list[Run]:
+        lines = whole_lines(self._file, self.path)
+        if not lines:
+            append(self._file, line_of(_HEAD))
+            sync_folder(self.path.absolute().parent)
+            return []
+        head = content_of(lines[0])
+        if head is None or head.get("fastdp") != _HEAD["fastdp"]:
+            raise AccountingError(
+                f"{self.path} is no ledger of fastdp, or its first line is damaged: nothing was written to it"
+            )
+        if head != _HEAD:
+            raise AccountingError(
+                f"the ledger {self.path} was written by another version of fastdp: go on with that one"
+            )
+        runs: list[Run] = []
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                run = Run(**(content_of(line) or {}))
+                run_of(*run[2:])
+            except (TypeError, ValueError):
+                raise AccountingError(
+                    f"line {number} of the ledger {self.path} is damaged: what its step has cost is not known. Put a "
+                    "copy of a line before it in its place if the settings were the same"
+                ) from None
+            last = runs[-1] if runs else None
+            if last is not None and (last.maker, last.first + last.steps) == run[:2] and last.kind == run.kind:
+                runs[-1] = last._replace(steps=last.steps + run.steps)
+            else:
+                runs.append(run)
+        return runs
+
+
+def open_ledger(ledger: Ledger, path: str | os.PathLike[str] | None, world: World) -> None:
+    """The steps of a ledger are written to this file, and what it holds is counted. None: to no file.
+
+    Of several processes the first one opens it. Raises AccountingError.
+    """
+    if path is not None and world.rank == 0:
+        ledger.write_to(LedgerFile(path))
+
+
+def share(ledger: Ledger, world: World) -> None:
+    """What the file of the first process holds is counted by all, which have agreed that there is one."""
+    said = json.dumps([tuple(run) for run in ledger.written]).encode()
+    length = int.from_bytes(world.from_first(len(said).to_bytes(8, "little")), "little")
+    found = json.loads(world.from_first(said if world.rank == 0 else bytes(length)))
+    ledger.count([Run(*run) for run in found])

@@ -1,0 +1,180 @@
+"""Detects constants that depend on a sample's place in the batch (`torch.arange(len(x))`).
+
+Which sample stands where must not matter: if one is removed, the others move to other places. So a constant with a
+number for each row of the batch must have the same for all of them, or be drawn at random, or come from where fastdp
+does not look (what a user made for these very samples). What is suspected is what is made within sight: the numbers of
+the places themselves (arange, linspace, eye), parts of tables and of parameters cut by the batch's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..utils.pytree import tensors_in
+from . import operator_table
+from .calls import Call
+from .generations import now
+from .host_values import note_known
+from .layout import Layout, layout_on
+from .tensor_notes import ALIKE, MADE
+
+_CONSTANT, _RANDOM = "constant", "random"
+_TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
+_ROUNDING = 2**10  # units of the last place of the largest number, in which equal rows of a product may differ
+
+WHY = (
+    "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
+    "cut by the batch's size). If one sample is removed, the others move to other places: use numbers that are the "
+    "same for every sample, or chosen by the sample's own data"
+)
+
+
+def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = False) -> None:
+    """Note on the results of a call that carry no samples how they were made.
+
+    is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples; of_loss: the call
+    comes after the forward, where the first rows of a tensor may be the batch's labels.
+    """
+    name, out = call.name, call.out
+    if call.batch > 1:
+        note_known(call.func, name, *call.given, out)
+    if call.batch <= 1 or (isinstance(out, Tensor) and layout_on(out) is not None):
+        return
+    results = [*call.results(), *(tensors_in(call.args[:1]) if call.in_place else ())]
+    results = [tensor for tensor in results if tensor.dim() and layout_on(tensor) is None]
+    if not results:
+        return
+    given = [tensor for tensor in call.tensors if layout_on(tensor) is None]
+    known = {_made(tensor) for tensor in given}
+    tables = [is_owned(tensor) or _made(tensor) == _TABLE for tensor in given]
+    if name in operator_table.DRAWING or _RANDOM in known:
+        made = _CONSTANT if _is_drawn_again(call) else _RANDOM
+    elif name in operator_table.CUTTING and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
+        made = _CONSTANT
+    elif name in operator_table.NUMBERING or name in operator_table.FILLING:
+        made = _CONSTANT
+    elif _CONSTANT in known:
+        # together with numbers of unseen origin, which may be the samples' own, they are as good as these
+        strange = any(not _made(t) and t.dim() and not is_owned(t) for t in given)
+        made = "" if strange else _CONSTANT
+    elif given and all(tables):
+        made = _TABLE
+    else:
+        made = ""
+    for tensor in results:
+        if made:
+            tensor.__dict__[MADE] = (made, now().number)
+        else:
+            tensor.__dict__.pop(MADE, None)
+
+
+def _is_head(source: Tensor, out: Any) -> bool:
+    """Whether a part of a tensor of unseen origin begins with it: `table[: len(h)]`, of more rows than these."""
+    if not isinstance(out, Tensor) or _made(source) or out._base is None or out.numel() >= source.numel():
+        return False
+    return out.storage_offset() == source.storage_offset()
+
+
+def _is_drawn_again(call: Call) -> bool:
+    """Whether random numbers are the first of a generator that was seeded just now: the same in every forward."""
+    (args, kwargs), out = call.given, call.out
+    generator = kwargs.get("generator")
+    if generator is None or not isinstance(out, Tensor) or call.in_place or out.device.type != "cpu":
+        return False
+    fresh = torch.Generator().manual_seed(generator.initial_seed())
+    return torch.equal(call.func(*args, **{**kwargs, "generator": fresh}), out)
+
+
+def made_in_sight(tensor: Tensor) -> bool:
+    """Whether a constant was made of nothing, by a torch function that was seen."""
+    return bool(_made(tensor))
+
+
+def _made(tensor: Tensor) -> str:
+    """How a constant was made, if that was seen during the present batch: what is older may be labels, made by a user
+    while a forward waited for its backward."""
+    note = tensor.__dict__.get(MADE)
+    moment = now()
+    return str(note[0]) if note is not None and note[1] in (moment.number, moment.before) else ""
+
+
+def is_random(tensor: Tensor) -> bool:
+    """Whether a constant was drawn at random within sight."""
+    return _made(tensor) == _RANDOM
+
+
+def is_numbered(tensor: Tensor) -> bool:
+    """Whether a constant was made within sight, of numbers that are not all the same."""
+    return _made(tensor) == _CONSTANT and tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+
+
+def is_fixed(tensor: Tensor) -> bool:
+    """Whether a constant was made within sight, and neither drawn at random nor of numbers of unseen origin."""
+    return _made(tensor) == _CONSTANT
+
+
+def may_matter(tensor: Tensor, batch: int) -> bool:
+    """Whether what a call on data makes of this constant may depend on more than on its shape."""
+    return made_in_sight(tensor) and any(size >= batch and not size % batch for size in tensor.shape)
+
+
+def by_place(tensor: Tensor, dim: int, layout: Layout) -> bool:
+    """Whether a constant has, along this dimension, different numbers for the samples' rows by their place."""
+    if not is_fixed(tensor) or layout.batch <= 1 or not 0 <= dim < tensor.dim() or tensor.size(dim) != layout.rows:
+        return False
+    return not rows_alike(tensor, dim, layout, computed=True)
+
+
+def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False) -> bool:
+    """Whether all samples' rows along a dimension hold the same numbers: the first, the second ... of each.
+
+    computed: they were computed, maybe of the same numbers, which a matrix product rounds as it takes them together.
+    """
+    if tensor.stride(dim) == 0 or tensor.numel() == 0 or layout.alone >= 0:
+        return True
+    key = (dim, tensor._version, layout[1:4])
+    note = tensor.__dict__.get(ALIKE)
+    if note is not None and note[0] == key and layout.owner is None:
+        return bool(note[1])
+    alike = _alike(tensor.detach(), dim, layout, computed)
+    tensor.__dict__[ALIKE] = (key, alike)
+    return alike
+
+
+def _alike(values: Tensor, dim: int, layout: Layout, computed: bool = False) -> bool:
+    if layout.owner is None:
+        values = values.unflatten(dim, (layout.outer, layout.batch, layout.inner))
+        return _same(values, values.narrow(dim + 1, 0, 1), computed)
+    owner = layout.owner.to(values.device)
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(owner, minlength=layout.batch)
+    rank = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
+    rows = values.movedim(dim, 0)[order]
+    first = torch.zeros(int(rank.max()) + 1, dtype=torch.long, device=owner.device)
+    first[rank.flip(0)] = torch.arange(len(owner), device=owner.device).flip(0)  # a row of each rank
+    return _same(rows, rows[first[rank]], computed)
+
+
+def _same(values: Tensor, wanted: Tensor, computed: bool) -> bool:
+    if not computed or not values.is_floating_point():
+        return bool((values == wanted).all())
+    largest = values.abs().nan_to_num(nan=0.0, posinf=0.0).amax()  # of finite numbers: masks hold -inf
+    close = (values - wanted).abs() <= _ROUNDING * torch.finfo(values.dtype).eps * largest
+    return bool((close | (values == wanted)).all())
+
+
+def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> bool:
+    """The same of a constant that was written to in place, as it was before."""
+    if (
+        not is_fixed(written)
+        or dim < 0
+        or before.shape[dim : dim + 1] != (layout.rows,)
+        or layout.batch <= 1
+        or layout.alone >= 0
+    ):
+        return False
+    return before.numel() > 0 and not _alike(before, dim, layout)

@@ -1,0 +1,245 @@
+"""Parts of the batch cut out by position: `h[: len(h) // 2]`, `h.chunk(2)`, `h[::2]`.
+
+Which sample stands where must not matter: if one is removed, the others move. A batch may be cut to work on it in
+parts, if the same is done to all of them; so a part remembers what was done to it, and parts may only be put together
+again, or added up, if all samples are among them and they have the same past.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.common import bytes_of
+from ..utils.code_location import place_of, users
+from ..utils.pytree import tensors_in
+from . import operator_table, tensor_notes
+from .batch_positions import is_random
+from .calls import Call
+from .host_values import in_some_order
+from .layout import Layout, layout_on, tag, tag_of
+
+NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
+WRITTEN: dict[Any, Written] = {}  # memory that single samples' rows were written to, in this forward or loss
+OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
+_CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
+_CUTS = itertools.count(1)
+
+BY_POSITION = (
+    "treats samples by their place in the batch: parts of it, cut by position, have not all gone the same way. If one "
+    "sample is removed, the others move to other places. Do the same to every sample, or choose by the sample's data"
+)
+
+
+class Piece(NamedTuple):
+    """source: of which tensor it is a part (or of parts of it, joined); past: what was done to it; samples: in it."""
+
+    source: int
+    past: int
+    samples: frozenset[int]
+
+
+class Written(NamedTuple):
+    """Memory, what was done to the rows of each sample before they were written to it, and the first write's place."""
+
+    memory: weakref.ref[Tensor]
+    samples: dict[int, list[Any]]
+    place: str
+
+
+def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
+    """The layout of rows of a tensor picked by constants; a piece, if it holds not all samples alike."""
+    if found.mixed or found.order is not None or layout.order is not None or layout.batch <= 1:
+        return found
+    if found.alone >= 0:
+        samples = frozenset((found.alone,))
+    else:
+        if found.owner is None:
+            return found._replace(piece=layout.piece)
+        owners = [None if o is None else in_some_order(o) for o in (found.owner, layout.owner)]
+        counts, before = (None if o is None else torch.bincount(o, minlength=layout.batch).tolist() for o in owners)
+        assert counts is not None
+        if before is None:
+            if len(set(counts)) == 1:
+                return found._replace(piece=layout.piece)
+        elif counts == before:
+            return found
+        samples = frozenset(number for number, count in enumerate(counts) if count)
+    if layout.piece is not None:
+        return found._replace(piece=layout.piece._replace(samples=samples))
+    note = source.__dict__.get(tensor_notes.CUT)
+    if not _CUT_ONCE:
+        _CUT_ONCE.append(True)
+    if note is None or note[1] != source._version:
+        note = source.__dict__[tensor_notes.CUT] = (next(_CUTS), source._version)
+    return found._replace(piece=Piece(note[0], 0, samples))
+
+
+def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
+    """The piece after a call on pieces of the same samples: its past is one call longer."""
+    first = pieces[0]
+    what: list[Any] = [call.name]
+    # (numbers of an index may be each sample's own length, which nothing shows: docs/limits.md)
+    _describe(
+        call.given,
+        what,
+        call.name == "roll" or call.name in operator_table.COMPUTING or call.name in operator_table.ELEMENTWISE,
+    )
+    past = hash((tuple(sorted(piece.past for piece in pieces)), tuple(what)))
+    return first._replace(past=past)
+
+
+def stamp(call: Call) -> None:
+    """Note on the results of a call what was done to the parts of the batch among its arguments."""
+    batch = call.batch
+    if not _CUT_ONCE or batch <= 1 or call.name in operator_table.COMPARING_PARTS or _begins_a_sum(call):
+        return
+    if call.in_place:
+        _note_write(call)
+    found = [layout for tensor in call.tensors if (layout := tag_of(tensor, batch)) is not None]
+    pieces = [layout.piece for layout in found if layout.piece is not None]
+    if not pieces or any(layout.total for layout in found):
+        return  # sums over the samples look at theirs themselves
+    piece = stamped(pieces, call)
+    target = _target(call) if call.in_place else None
+    if isinstance(target, Tensor) and target._is_view():
+        _write(target, batch)
+    for tensor in tensors_in((call.out, target)):
+        layout = tag_of(tensor, batch)
+        if layout is not None and layout.total and all(known.alone >= 0 for known in found):
+            continue  # single samples added up
+        if layout is not None and (layout.total or (not layout.mixed and layout.parted)):
+            own = layout.piece
+            if own is None or own in pieces:
+                new = piece if own is None else own._replace(past=piece.past)
+            else:  # the function's rule has noted something of its own
+                new = own._replace(past=hash((piece.past, own.past)))
+            tag(tensor, layout._replace(piece=new))
+
+
+def _target(call: Call) -> Any:
+    """What a call in place, or an assignment by index, writes to."""
+    return call.args[0] if call.args else call.kwargs.get("tensor")
+
+
+def _note_write(call: Call) -> None:
+    """A sample's rows are written into memory that holds other samples', too: so must be those of all, or none."""
+    target, batch, assigns = _target(call), call.batch, call.name == "__setitem__"
+    if not isinstance(target, Tensor):
+        return
+    base = target._base if target._is_view() else target
+    source = call.args[2] if assigns else target
+    layout = tag_of(source, batch) if isinstance(source, Tensor) else None
+    if layout is None or base is None or (not assigns and base is target):
+        return
+    sample, whole = _owner(layout), tag_of(base, batch)
+    if sample < 0 or (whole is not None and _owner(whole) >= 0):
+        return
+    piece = layout.piece
+    if piece is not None and not assigns:  # (an index holds the sample's own number)
+        piece = stamped([piece], call)
+    past = () if piece is None else (piece.past,)
+    known = WRITTEN.get(id(base))
+    if known is None or known.memory() is not base:
+        if known is not None:  # that memory is gone, and what was read of it is not
+            WRITTEN[next(_CUTS), "gone"] = known
+        known = WRITTEN[id(base)] = Written(weakref.ref(base), {}, place_of(users(sys._getframe(1))))
+    known.samples.setdefault(sample, []).append(past)
+
+
+def _owner(layout: Layout) -> int:
+    """The one sample whose all these rows are, or -1."""
+    if layout.mixed or layout.alone >= 0 or layout.owner is None or not len(layout.owner):
+        return -1 if layout.mixed else layout.alone
+    first = int(layout.owner[0])
+    return first if bool((layout.owner == first).all()) else -1
+
+
+def unequally_written(batch: int) -> tuple[str, str]:
+    """What is to be warned of, and where, if some samples' rows were written to, and not all of them alike."""
+    found = "", ""
+    for written in WRITTEN.values():
+        ways = list(written.samples.values())
+        if not OWN_READS and (len(ways) < batch or any(way != ways[0] for way in ways)):
+            found = f"a write to a single sample's rows {BY_POSITION}", written.place
+    WRITTEN.clear()
+    return found
+
+
+def _begins_a_sum(call: Call) -> bool:
+    """Whether this is 0 + the first, as Python's sum begins."""
+    return call.name.strip("_") in ("add", "radd") and any(type(item) is int and item == 0 for item in call.args)
+
+
+def _write(view: Tensor, batch: int) -> None:
+    """A part of the batch was changed where it lies, so that the batch's parts have gone different ways."""
+    layout, base = tag_of(view, batch), view._base
+    if layout is None or layout.piece is None or layout.mixed or base is None or tag_of(base, batch) is None:
+        return
+    if len(layout.piece.samples) > 1:
+        tag(base, Layout(batch, mixed=f"a write in place {BY_POSITION}"))
+    else:
+        NOTED.append(f"a single sample {BY_POSITION}")
+
+
+def _describe(value: Any, into: list[Any], numbers: bool) -> None:
+    """What tells one call from another, whatever the data: parameters, constants, numbers (but sizes)."""
+    if isinstance(value, Tensor):
+        if layout_on(value) is not None:
+            return  # (a part cut without gradients is a leaf, too)
+        if value.is_leaf and value.requires_grad:
+            whole = value if value._base is None else value._base  # a part of a parameter may be cut anew for each
+            into.append((id(whole), value.storage_offset(), value.shape, value.stride()))
+        elif not is_random(value) and value.device.type == "cpu" and value.layout == torch.strided:
+            into.append((value.dtype, value.shape, hash(bytes_of(value))))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _describe(item, into, numbers)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _describe(item, into, numbers)
+    elif isinstance(value, float | bool | str) or (numbers and isinstance(value, int)):
+        into.append(value)
+
+
+def joined_rows(layouts: Sequence[Layout]) -> tuple[Piece | None, str]:
+    """The same for rows, where some may be of no part."""
+    if all(layout.piece is None for layout in layouts):
+        return None, ""
+    if all(layout.alone >= 0 for layout in layouts):
+        joined([layout.piece for layout in layouts if layout.piece is not None])
+        return None, ""
+    piece, problem = joined([layout.piece for layout in layouts])
+    return settled(piece, layouts[0].batch), problem
+
+
+def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
+    """The piece that these make together (None: all samples), or why they must not be put together."""
+    known = [piece for piece in pieces if piece is not None]
+    if not known:
+        return None, ""
+    if len(known) < len(pieces):
+        return None, BY_POSITION
+    samples = frozenset().union(*(piece.samples for piece in known))
+    first = max(known, key=lambda piece: len(piece.samples))._replace(samples=samples)
+    different = [piece for piece in known if (piece.source, piece.past) != (first.source, first.past)]
+    if not different:
+        return first, ""
+    if len({piece.samples for piece in known}) == 1 and len(known[0].samples) > 1:
+        return first._replace(past=hash(tuple(known))), ""
+    if any(len(piece.samples) > 1 for piece in different):
+        return None, BY_POSITION
+    if not OWN_READS:  # else its own data may have said so
+        NOTED.append(f"a single sample {BY_POSITION}")
+    return first, ""
+
+
+def settled(piece: Piece | None, batch: int) -> Piece | None:
+    """None once all samples are in it."""
+    return None if piece is None or len(piece.samples) == batch else piece

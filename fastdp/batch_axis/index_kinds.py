@@ -1,0 +1,172 @@
+"""Kinds of index: constant, made by each sample for itself, or dependent on other samples.
+
+A sample may pick among its own rows (the tokens that it sends to an expert); a choice that depends on other
+samples mixes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .calls import Call
+from .host_values import at, both_known, is_asked, is_order, made_known, on_host
+from .layout import Layout
+
+
+class Entry(NamedTuple):
+    """One tensor of an index: the layout written on it, whose sample each element is, and the order it gives.
+
+    own: sample of each element (-1: of all), or None for a constant; order: see `Layout.order`.
+    """
+
+    tensor: Tensor
+    layout: Layout | None
+    own: Tensor | None
+    order: Tensor | None
+
+
+def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]:
+    """An index of the call as a tuple, its lists as tensors."""
+    items = index if isinstance(index, tuple) else (index,)
+    return tuple(_as_tensor(call, item, device) if isinstance(item, list | tuple) else item for item in items)
+
+
+def _as_tensor(call: Call, numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
+    """A list as an index; numbers that are tensors of one sample each keep their samples."""
+    whole = torch.tensor(numbers, dtype=None if numbers else torch.long, device=device)
+    layouts = [call.layout(item) for item in numbers]
+    known = [layout for layout in layouts if layout is not None]
+    if known:
+        owner = torch.tensor([-1 if layout is None else layout.alone for layout in layouts], device=device)
+        strange = len(known) < len(layouts) or whole.dim() != 1 or any(layout.alone < 0 for layout in known)
+        why = next((layout.mixed for layout in known if layout.mixed), "an index made of several samples")
+        call.knows(whole, Layout(call.batch, mixed=why) if strange else Layout(call.batch, owner=owner))
+    return whole
+
+
+def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[int, Entry]]:
+    """The index with masks as positions, and its tensors by their place in it."""
+    items: list[Any] = []
+    entries: dict[int, Entry] = {}
+    for item in index:
+        if not isinstance(item, Tensor):
+            items.append(item)
+            continue
+        layout = call.layout(item)
+        if item.dtype == torch.bool and item.dim():
+            coordinates, own, order = found_in(item, layout)
+            for coordinate in coordinates:
+                entries[len(items)] = Entry(coordinate, layout, own, order)
+                items.append(coordinate)
+            continue
+        own = None
+        if layout is not None and layout.alone >= 0:
+            own = torch.full_like(item, layout.alone)
+        elif layout is not None and not layout.mixed and item.dim():
+            own = spread(layout.owners(item.device), layout.dim, item.shape)
+        order = layout.order if layout is not None else None
+        entries[len(items)] = Entry(item, layout, own, order)
+        items.append(item)
+    return tuple(items), entries
+
+
+def found_in(
+    mask: Tensor, layout: Layout | None, coordinates: tuple[Tensor, ...] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Coordinates of the elements that are not zero (these, if they are found), the sample of each, and the groups in
+    which they come."""
+    if coordinates is None:
+        coordinates = torch.nonzero(mask, as_tuple=True)
+    if layout is None or layout.mixed:
+        return coordinates, None, None
+    if layout.alone >= 0:
+        return coordinates, torch.full_like(coordinates[0], layout.alone), torch.zeros_like(coordinates[0])
+    rows = coordinates[layout.dim]
+    group = torch.zeros_like(rows)
+    for dim in range(layout.dim):  # what comes before the samples sorts first
+        group = group * mask.size(dim) + coordinates[dim]
+    return coordinates, layout.owners(mask.device)[rows], group
+
+
+def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
+    """Values by position along `dim`, as a tensor of this shape."""
+    if shape == values.shape:
+        return values
+    view = [1] * len(shape)
+    view[dim] = values.numel()
+    return values.view(view).expand(shape)
+
+
+def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:
+    """Why a choice of rows mixes samples, or ''. position: of the entry along the samples, rows laid as `layout`."""
+    picked = entries[position].tensor
+    chosen = at(layout.owners(picked.device), picked)
+    for entry in entries.values():
+        if entry.layout is not None and entry.layout.mixed:
+            if entry.tensor is picked and _covers_evenly(picked, layout.rows) and entry.layout.is_row_index:
+                continue
+            return "picks rows by what other samples hold"
+        if entry.own is not None and not _same(entry.own, chosen):
+            return "picks rows of one sample by another's data"
+    return ""
+
+
+def order_of(entries: dict[int, Entry], rows: int) -> Tensor | None:
+    """The order that the data among an index gives to the rows picked."""
+    for entry in entries.values():
+        if entry.order is not None and entry.order.numel() == rows:
+            return entry.order
+    if any(entry.layout is not None and entry.layout.mixed for entry in entries.values()):
+        device = next(entry.tensor.device for entry in entries.values())
+        return torch.zeros(rows, dtype=torch.long, device=device)
+    return None
+
+
+def index_on_host(items: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], Layout] | None:
+    """An index of numbers that are known without asking a device for them, and the layout that it looks up, on the CPU;
+    None of any other, and on the CPU."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    owner = None if layout.owner is None else on_host(layout.owner)
+    if layout.order is not None or (owner is None) is not (layout.owner is None) or not any(map(is_asked, tensors)):
+        return None
+    found = [on_host(item) if isinstance(item, Tensor) else item for item in items]
+    if any(isinstance(item, Tensor) and host is None for item, host in zip(items, found, strict=True)):
+        return None
+    return tuple(found), layout._replace(owner=owner)
+
+
+def brought_back(layout: Layout | None, device: torch.device) -> Layout | None:
+    """A layout that was found on the CPU, with its owners on the device of its rows."""
+    if layout is None or layout.owner is None:
+        return layout
+    owner = layout.owner
+    return layout._replace(owner=made_known(owner.to(device), lambda: owner))
+
+
+def permutes(index: Tensor, rows: int) -> bool:
+    """Whether the index names every row once."""
+    return index.dim() == 1 and index.numel() == rows and _covers_evenly(index, rows)
+
+
+def _covers_evenly(index: Tensor, rows: int) -> bool:
+    """Whether every row is named equally often: an order, not a choice."""
+    if is_order(index, rows):
+        return True
+    if index.dtype not in (torch.int64, torch.int32) or not index.numel() or index.numel() % max(rows, 1):
+        return False
+    flat = index.flatten().long()
+    counts = torch.bincount(torch.where(flat < 0, flat + rows, flat), minlength=rows)
+    return bool((counts == index.numel() // rows).all())
+
+
+def _same(own: Tensor, chosen: Tensor) -> bool:
+    numbers = both_known(own, chosen) if own.shape == chosen.shape else None
+    own, chosen = numbers or (own, chosen)
+    try:
+        own, chosen = torch.broadcast_tensors(own, chosen.to(own.device))  # an index may lie on the CPU
+    except RuntimeError:
+        return False
+    return bool((own == chosen).all())

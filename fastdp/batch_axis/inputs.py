@@ -1,0 +1,236 @@
+"""Finds the tensors among a model's arguments, their batch dimension and the number of samples."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BatchLayoutError, StepError
+from . import current_batch, tensor_notes
+from .layout import Layout, is_stale, layout_on, tag, tag_of
+from .marks import layout_said, mark_bags, mark_of, samples_said, tag_marked
+
+
+def tag_inputs(
+    values: Any, batch: int, dim: int, known: list[Layout | None] | None = None, folded: bool = False
+) -> None:
+    """Tag the tensors among a model's arguments that hold the samples along `dim`.
+
+    known: their layouts, where the same call was seen before (recomputation); folded: batch * k rows, k
+    consecutive ones of each sample, count as well.
+    """
+    for number, tensor in enumerate(nested_tensors(values)):
+        mark = mark_of(tensor)
+        if tensor_notes.INPUT in tensor.__dict__ and (is_stale(tensor) or known is not None):
+            tag(tensor, None)  # the same input again, in another step
+        if mark is None and tag_of(tensor, batch) is not None:
+            continue  # made in sight: of this batch, or of an earlier one
+        layout = None
+        if mark is not None:  # said since an earlier forward, perhaps
+            layout = layout_said(mark, tensor, batch)
+        elif known is not None and number < len(known):
+            layout = known[number]
+        elif batch <= 1:
+            layout = Layout(batch)
+        elif tensor.requires_grad and not tensor.is_leaf and list(tensor.shape).count(batch) > 1:
+            layout = None  # of unseen origin, and its shape does not tell where the samples lie
+        elif tensor.dim() > dim and tensor.size(dim) == batch:
+            layout = Layout(batch, dim)
+        elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
+            layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
+        elif may_be_packed(tensor, batch, dim):
+            layout = Layout(batch, dim, 1, tensor.size(dim) // batch, inferred=True)
+        tensor.__dict__[tensor_notes.INPUT] = True
+        tag(tensor, layout)
+        if dim and layout == Layout(batch, dim) and tensor._is_view() and known is None:
+            _tag_whole(tensor, tensor._base, layout)  # type: ignore[arg-type]
+    tag_marked(batch)
+
+
+def _tag_whole(part: Tensor, whole: Tensor, layout: Layout) -> None:
+    """Where an input is a part of a longer sequence (`target[:-1]`), other parts of that have its samples, too."""
+    if whole.requires_grad or whole.stride() != part.stride() or whole.size(layout.dim) != layout.rows:
+        return
+    if mark_of(whole) is None and (tag_of(whole, layout.batch) is None or tensor_notes.INPUT in whole.__dict__):
+        whole.__dict__[tensor_notes.INPUT] = True
+        tag(whole, layout)
+
+
+def may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
+    """Whether an input may hold several rows of each sample: data, not a mask of T x T."""
+    if dim != 0 or tensor.dim() < 2 or not tensor.is_floating_point() or tensor.requires_grad:
+        return False
+    rows = tensor.size(0)
+    return rows > batch and rows % batch == 0 and rows not in tensor.shape[1:]
+
+
+def nested_tensors(values: Any) -> list[Tensor]:
+    """Tensors in the arguments of a model: also in mappings, dataclasses, and attributes of other objects."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, nn.utils.rnn.PackedSequence):
+        return []  # tagged apart, by time
+    if isinstance(values, tuple | list):
+        return [tensor for item in values for tensor in nested_tensors(item)]
+    if hasattr(values, "values") and callable(values.values) and hasattr(values, "keys"):
+        return [tensor for item in values.values() for tensor in nested_tensors(item)]
+    if hasattr(values, "__dataclass_fields__"):
+        return [t for name in values.__dataclass_fields__ for t in nested_tensors(getattr(values, name))]
+    if isinstance(values, nn.Module | type) or callable(values):
+        return []
+    return [item for item in getattr(values, "__dict__", {}).values() if isinstance(item, Tensor)]
+
+
+def outputs_apart(out: Any, chosen: Callable[[Tensor], bool]) -> Any:
+    """A model's result with its chosen tensors as views of themselves, or None where there are none.
+
+    A tensor that the model returns may also be one that it went on with; of a view only the loss knows.
+    """
+    if not any(chosen(tensor) for tensor in nested_tensors(out)):
+        return None
+
+    def view(tensor: Tensor) -> Tensor:
+        if not chosen(tensor):
+            return tensor
+        apart = tensor.view_as(tensor)
+        tag(apart, layout_on(tensor))
+        return apart
+
+    return _rebuilt(out, view)
+
+
+def _rebuilt(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {key: _rebuilt(item, function) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_rebuilt(item, function) for item in value]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    names = getattr(value, "__dataclass_fields__", ())
+    whole = copy.copy(value) if names else value
+    for name in names:
+        item = getattr(value, name)
+        if nested_tensors(item):
+            setattr(whole, name, _rebuilt(item, function))
+    return whole
+
+
+def tag_packed(values: Any, batch: int) -> None:
+    """Tag packed sequences among the arguments."""
+    for item in packed_sequences(values):
+        order = item.sorted_indices if item.sorted_indices is not None else torch.arange(batch)
+        owner = torch.cat([order[: int(size)] for size in item.batch_sizes])
+        tag(item.data, Layout(batch, 0, owner=owner))
+
+
+def packed_sequences(values: Any) -> list[nn.utils.rnn.PackedSequence]:
+    if isinstance(values, nn.utils.rnn.PackedSequence):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [found for item in values for found in packed_sequences(item)]
+    if isinstance(values, dict):
+        return [found for item in values.values() for found in packed_sequences(item)]
+    return []
+
+
+def _tensors_in_first_list(values: Any) -> int:
+    """How many tensors, all of one shape, the first argument is a list of; 0 if it is none."""
+    args, kwargs = values
+    first = next(iter((*args, *kwargs.values())), None)
+    if not isinstance(first, list) or not all(isinstance(item, Tensor) for item in first):
+        return 0
+    return len(first) if len({item.shape for item in first}) == 1 else 0
+
+
+def refuse_ragged(tensor: Tensor, what: str) -> None:
+    """Raises StepError for a tensor of torch.nested, whose rows of samples no rule here can tell apart."""
+    if tensor.is_nested:
+        raise StepError(
+            f"{what} is a nested tensor (torch.nested), of which fastdp has no per-sample rules. Pad it "
+            "(x.to_padded_tensor(0.0), with a mask), pack it (torch.nn.utils.rnn.pack_sequence), or pass its rows, "
+            "x.values(), marked by fastdp.mark_rows(rows, sample_of_row)."
+        )
+
+
+def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
+    """The number of samples (of rows, where a sample has several) in a model's arguments: as marks say, or the size of
+    the first unmarked tensor's batch dimension."""
+    packed, tensors = packed_sequences(values), nested_tensors(values)
+    for tensor in tensors:
+        refuse_ragged(tensor, "the model's argument")
+    said = samples_said(tensors) if tensors or not packed else None  # packed sequences tell themselves
+    if said is not None:
+        return said * rows_per_sample
+    sizes = [tensor.size(dim) for tensor in tensors if tensor.dim() > dim and mark_of(tensor) is None]
+    current = current_batch.current()
+    if current is not None and (
+        current.size * rows_per_sample in sizes or not (sizes or packed) or any(map(mark_of, tensors))
+    ):
+        return current.size * rows_per_sample
+    if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
+        raise StepError(
+            f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is "
+            "the number of samples? Give batch_size= to the optimizer, or the batch first."
+        )
+    if sizes:
+        if (number := _tensors_in_first_list(values)) > 1 and number != sizes[0]:
+            warnings.warn(
+                f"the model was called with a list of {number} tensors of one shape: the {sizes[0]} samples are "
+                f"taken to lie in dimension {dim} of each. If each tensor is a sample instead, mark all of them: "
+                f"fastdp.mark_rows(x, [number] * len(x), samples={number}).",
+                stacklevel=2,
+            )
+        return sizes[0]
+    if packed:
+        return int(packed[0].batch_sizes[0])
+    raise StepError(
+        "the model was called without a tensor that has a batch dimension: call it through its forward, with the data; "
+        "give batch_size= to the optimizer; or say how many samples there are by fastdp.mark_rows(..., samples=)"
+    )
+
+
+class Batching:
+    """Where the samples lie in the model's inputs: see the arguments of `fastdp.PerSampleGradients`."""
+
+    def __init__(self, batch_first: bool = True, batch_size: int | None = None, rows_per_sample: int = 1) -> None:
+        for name, value in (("batch_size", batch_size), ("rows_per_sample", rows_per_sample)):
+            if isinstance(value, bool) or not (value is None and name == "batch_size" or isinstance(value, int)):
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if batch_size is not None and rows_per_sample != 1:
+            raise ValueError(
+                f"batch_size={batch_size} and rows_per_sample={rows_per_sample}: the rows of each sample follow from "
+                "batch_size, whatever the other says. Give only one of them"
+            )
+        self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
+        self.bags: list[nn.EmbeddingBag] = []  # the model's
+
+    @property
+    def folded(self) -> bool:
+        """Whether inputs may hold several rows of each sample."""
+        return self.size is not None or self.rows_per_sample > 1
+
+    def samples(self, args: Any, kwargs: Any) -> int:
+        """The number of samples in the model's arguments."""
+        if self.bags:
+            mark_bags(nested_tensors((args, kwargs)), any(bag.include_last_offset for bag in self.bags))
+        if self.size is not None:
+            return self.size
+        rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
+        if rows % self.rows_per_sample:
+            raise BatchLayoutError(
+                f"the model was given {rows} rows, which is no multiple of {self.rows_per_sample}: by augmentations= "
+                f"(or rows_per_sample=), each sample has {self.rows_per_sample} rows, one after the other. Give all of "
+                f"them (poisson_loader(augmentations={self.rows_per_sample}), or "
+                f"x.repeat_interleave({self.rows_per_sample}, 0) before the random transforms)"
+            )
+        return rows // self.rows_per_sample

@@ -1,0 +1,357 @@
+"""`Layout`: which rows of a tensor belong to which sample, or why this is not known.
+
+A tensor computed from the batch carries a `Layout`: the dimension along which the samples lie, and
+how the rows of that dimension map to samples. `fastdp.propagate` carries layouts through a forward;
+here is what a layout means and how to cut a tensor by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from . import generations
+from .data_memory import LABELS, hold, storage_of
+from .generations import Generation, is_forgotten, is_past, pickled, unpickled
+from .host_values import at, in_some_order, made_known, on_host, same_numbers
+from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, PRESUMED, RELAID, TAGGED_AT, TOKEN
+
+NOBODY = -1  # owner of memory that no sample was written to
+
+
+class Layout(NamedTuple):
+    """Rows of dimension `dim`: row r belongs to sample (r // inner) % batch, or to `owner[r]`.
+
+    `outer` and `inner` describe flattened rows: [batch * inner] is batch-major (tokens flattened),
+    [outer * batch] is time-major. `owner` (int64 [rows]) describes rows in any order (routed tokens).
+    `mixed` is not empty where samples have been combined: it says by what.
+    `order` is there where the data decided which row comes where: numbers [rows], equal within a group whose
+    boundaries other samples cannot move. Rows may be cut off at these boundaries only, and no constant may meet
+    the rows one by one.
+    `is_row_index` marks whole numbers that say where rows lie, or which choices occur (`mixed` then): they may pick
+    rows, and must not become numbers that are computed with.
+    `alone`, where it is no -1, says that the whole tensor is of this one sample (a loop over the samples): then `dim`
+    means nothing. `size_from_data` says that the data of that sample made one of its sizes.
+    `inferred` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
+    2: rows that an index counted over the whole batch picked, which must not pass for constants either.
+    `shifted` is there where `mixed` came of one number taken from all rows alike (`batch_axis.softmax_shift`).
+    `total`, beside `mixed`, says that the numbers are sums over the samples of terms of one sample each, with weights
+    that no sample's data changes (`batch_axis.totals`): what a loss may be. "sum", or "mean" where it is divided by the
+    number of samples; "either", where a constant equals that number; "both", where one is added to the other.
+    `piece` is there for a part of the batch that was cut out by position (`batch_axis.batch_slices`).
+    """
+
+    batch: int
+    dim: int = 0
+    outer: int = 1
+    inner: int = 1
+    owner: Tensor | None = None
+    mixed: str = ""
+    order: Tensor | None = None
+    is_row_index: bool = False
+    alone: int = -1
+    size_from_data: bool = False
+    inferred: int = 0
+    shifted: Any = None
+    total: str = ""
+    piece: Any = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of `dim`."""
+        if self.owner is not None:
+            return self.owner.numel()
+        return self.outer * self.batch * self.inner
+
+    @property
+    def plain(self) -> bool:
+        """One row a sample, in order, along `dim`."""
+        whole = self.owner is None and self.outer == 1 and self.inner == 1 and self.alone < 0
+        return whole and not self.mixed and not self.is_row_index
+
+    @property
+    def parted(self) -> bool:
+        """Whether rows may be of a part of the samples only."""
+        return self.owner is not None or self.alone >= 0
+
+    def owners(self, device: torch.device) -> Tensor:
+        """Sample of each row, int64 [rows]."""
+        if self.owner is not None:
+            return self.owner
+        ids = torch.arange(self.batch, device=device)
+        out = ids.repeat_interleave(self.inner).repeat(self.outer)
+        return made_known(out, lambda: self.owners(torch.device("cpu")))
+
+    def rows_of(self, sample: int, device: torch.device) -> Tensor:
+        """The rows of a sample, in order: int64 [n]."""
+        if self.owner is not None:
+            return torch.nonzero(self.owner.to(device) == sample).flatten()
+        blocks = torch.arange(self.outer, device=device) * (self.batch * self.inner)
+        within = torch.arange(sample * self.inner, (sample + 1) * self.inner, device=device)
+        return (blocks[:, None] + within).flatten()
+
+    def taken(self, dim: int, picked: Tensor, order: Tensor | None = None, anew: bool = False) -> Layout:
+        """Layout of a tensor whose rows along `dim` are these rows, int64 [n]; `alone`, if all are of one sample.
+
+        order: given by the data that picked them; anew: in place of the order that the rows had, also if None.
+        """
+        owner = at(self.owners(picked.device), picked)
+        if order is None and not anew and self.order is not None:
+            order = self.order[picked]
+        kept = self._replace(dim=dim, outer=1, inner=1, owner=owner, order=order)
+        if order is None and not self.mixed and is_one(owner):
+            return self.of_sample(int(in_some_order(owner)[0]))
+        each = rows_each(owner, self.batch) if order is None else 0
+        return kept._replace(owner=None, inner=each) if each else kept
+
+    def of_sample(self, sample: int, sized: bool = False) -> Layout:
+        """Layout of a tensor made of this one sample."""
+        sized = sized or self.size_from_data
+        return Layout(
+            self.batch,
+            is_row_index=self.is_row_index,
+            alone=sample,
+            size_from_data=sized,
+            inferred=self.inferred,
+            piece=self.piece,
+        )
+
+    def along(self, dim: int, size: int, device: torch.device) -> Layout:
+        """A sample's tensor as `size` rows along a dimension, all of that sample; other layouts as they are."""
+        if self.alone < 0:
+            return self
+        owner = torch.full((size,), self.alone, device=device)
+        order = torch.zeros_like(owner) if self.size_from_data else None
+        return self._replace(dim=dim, owner=owner, order=order, alone=-1, size_from_data=False)
+
+    def may_take(self, rows: Tensor) -> bool:
+        """Whether these rows, int64 [n], may be picked by constants: of an order made by the data, whole groups only,
+        every row of a group equally often."""
+        if self.order is None or not self.rows:
+            return True
+        group = torch.ones_like(self.order)
+        group[1:] = (self.order[1:] != self.order[:-1]).long()
+        group = group.cumsum(0) - 1
+        times = torch.bincount(rows.flatten() % self.rows, minlength=self.rows)
+        first = torch.zeros_like(times).scatter_reduce(0, group, times, "amax", include_self=False)
+        return bool((times == first[group]).all())
+
+    def may_end(self, start: int, stop: int) -> bool:
+        """Whether rows [start, stop) can be cut out: in an order made by the data, at the ends of groups only."""
+        if self.order is None or start >= stop:
+            return True
+        return all(0 == k or k == self.rows or bool(self.order[k - 1] != self.order[k]) for k in (start, stop))
+
+    def __deepcopy__(self, memo: Any) -> Layout:
+        return self
+
+    def __reduce__(self) -> Any:
+        """As a number: a tensor loaded again is of no running engine (unless it is the same batch still), and must load
+        without fastdp, also where only weights may be loaded."""
+        return pickled(self)
+
+    def same_rows(self, other: Layout, device: torch.device) -> bool:
+        """Whether the rows of both belong to the same samples in the same order, wherever they lie."""
+        if self.rows != other.rows:
+            return False
+        if self.owner is other.owner is None and self[2:4] == other[2:4]:
+            return True
+        return (
+            self.owner is not None
+            and self.owner is other.owner
+            or same_numbers(self.owners(device), other.owners(device))
+        )
+
+
+def generation_of(tensor: Tensor) -> Generation | None:
+    """Whose batch a tensor's samples are of, if it has a layout."""
+    return tensor.__dict__.get(MOMENT) if LAYOUT in tensor.__dict__ else None
+
+
+def is_stale(tensor: Tensor) -> bool:
+    """Whether a tensor carries samples of an earlier batch of the engine that tags now."""
+    return is_past(tensor.__dict__.get(MOMENT))
+
+
+def generation_of_output(tensors: Sequence[Tensor], mine: Generation) -> Generation | None:
+    """The moment of what is made of these: `mine`, if one of them is of a model's outputs or states, or that of another
+    engine's batch that is over, if all these are of it; None if they are inputs and labels alone."""
+    found = None
+    for tensor in tensors:
+        notes = tensor.__dict__
+        if LAYOUT in notes and INPUT not in notes and PRESUMED not in notes and _is_whole(notes.get(MOMENT)):
+            moment: Generation = notes[MOMENT]
+            if moment.alive or moment.owner is mine.owner:
+                return mine
+            found = moment
+    return found
+
+
+def lies_in_output(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of these lies in memory of a model's outputs or states."""
+    return any((held := getattr(storage_of(t), HELD, None)) is not None and _is_whole(held[1]) for t in tensors)
+
+
+def _is_whole(moment: Any) -> bool:
+    return isinstance(moment, Generation) and moment.parent is None
+
+
+STALE = (
+    "carries samples of an earlier batch (kept from one step to the next: a state, a queue, a memory bank, an average "
+    "of activations). A sample of that batch would act in two steps, and clipping does not bound the second. Keep no "
+    "data between steps: make it anew in every forward, train it as a parameter, or let only parameters be averaged "
+    "(a momentum encoder)"
+)
+
+
+def stale_layout(tensor: Tensor, batch: int) -> Layout:
+    """The layout of a tensor that carries samples of an earlier batch."""
+    return Layout(batch, mixed=f"a tensor of shape {tuple(tensor.shape)} {STALE}")
+
+
+def tag(tensor: Tensor, layout: Layout | None) -> None:
+    """Write the layout on the tensor (the Python object)."""
+    notes = tensor.__dict__
+    if layout is None:
+        notes.pop(LAYOUT, None)
+        notes.pop(HELD, None)
+        return
+    moment = generations.current
+    notes[LAYOUT], notes[MOMENT] = layout, moment
+    view = tensor._is_view()
+    if view:
+        notes[TAGGED_AT] = tensor._version
+    if INPUT in notes or PRESUMED in notes:
+        notes[TOKEN] = None
+        hold(tensor, layout, view, None if INPUT in notes else LABELS)
+        return
+    if moment.token is not None or TOKEN in notes:
+        notes[TOKEN] = moment.token
+    hold(tensor, layout, view, moment)
+
+
+def layout_on(tensor: Tensor) -> Layout | None:
+    """The layout written on the tensor, of whatever batch."""
+    found = tensor.__dict__.get(LAYOUT)
+    return found if found is None or type(found) is Layout else unpickled(found)
+
+
+def tag_of(tensor: Tensor, batch: int) -> Layout | None:
+    """The layout written on the tensor, if it speaks of a batch of this size. (Asked for many times in every call.)"""
+    notes = tensor.__dict__
+    layout = notes.get(LAYOUT)
+    if layout is not None:
+        if type(layout) is not Layout:
+            layout = unpickled(layout)
+        if layout is not None and (moment := notes[MOMENT]) is not generations.current:
+            if is_past(moment):
+                return None if PRESUMED in notes else stale_layout(tensor, batch)
+            if is_forgotten(moment, layout):
+                layout = None
+    if layout is None or layout.batch != batch:
+        return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
+    if layout.mixed or not tensor._is_view():
+        return layout
+    base = tensor._base  # samples may have been mixed through another view
+    known = layout_on(base)  # type: ignore[arg-type]
+    if known is not None and known.batch == batch and known.mixed and known.shifted is None:
+        return layout._replace(mixed=known.mixed)
+    if base.__dict__.get(RELAID, -1) > notes.get(TAGGED_AT, -1):  # type: ignore[union-attr]
+        return _seen_through(tensor, batch)
+    return layout
+
+
+def _seen_through(view: Tensor, batch: int) -> Layout | None:
+    """The layout of a view by that of its base, whose memory was written to since the view was made."""
+    base = view._base
+    known = None if base is None else layout_on(base)
+    if base is None or known is None or not batch:
+        return None
+    if is_stale(base) or is_forgotten(base.__dict__.get(MOMENT), known):
+        if INPUT in base.__dict__ or PRESUMED in base.__dict__ or not is_stale(base):
+            return None  # a part of what was an input then may be one now
+        return stale_layout(view, batch)
+    if known.batch != batch:
+        return None
+    return of_view(view, base, known) if batch > 1 else known
+
+
+def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
+    """The layout of a view of memory that became data after the view was made."""
+    if layout.mixed or layout.alone >= 0:
+        return layout
+    if layout.plain and view.stride() == base.stride() and view.size(layout.dim) == base.size(layout.dim):
+        return layout  # a part of each row
+    why = "reads memory in which the rows of the samples cannot be followed"
+    finer, rest = divmod(base.element_size(), view.element_size())  # 2: the real parts of complex numbers
+    rows = None if layout.order is not None or rest else owner_map(base, layout)
+    if rows is None:
+        return layout._replace(mixed=why)
+    rows = rows if finer == 1 else rows.repeat_interleave(finer)
+    offset = view.storage_offset() - base.storage_offset() * finer
+    seen = rows.as_strided(view.shape, view.stride(), offset)
+    return layout_of_owners(seen, layout) or layout._replace(mixed=why)
+
+
+def owner_map(base: Tensor, layout: Layout | None) -> Tensor | None:
+    """Owner of each element of a tensor's memory, from its first to its last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    memory = torch.full((extent,), NOBODY, device=base.device)
+    if layout is None:
+        return memory
+    if base.shape[layout.dim : layout.dim + 1] != (layout.rows,) or any(s == 0 for s in base.stride()):
+        return None
+    shape = [1] * base.dim()
+    shape[layout.dim] = layout.rows
+    memory.as_strided(base.shape, base.stride()).copy_(layout.owners(base.device).view(shape))
+    return memory
+
+
+def layout_of_owners(owners: Tensor, like: Layout) -> Layout | None:
+    """A layout from the owner of each element; what nobody owns may count as anyone's."""
+    batch = like.batch
+    plain = Layout(batch, is_row_index=like.is_row_index, inferred=like.inferred)
+    given = owners[owners != NOBODY]
+    if is_one(given) and bool((owners != NOBODY).all()):
+        return plain.of_sample(int(given[0]))
+    fitting = []
+    for dim in range(owners.dim()):
+        rows = owners.movedim(dim, 0).reshape(owners.size(dim), -1)
+        largest = rows.max(1).values
+        if not bool(((rows == largest[:, None]) | (rows == NOBODY)).all()):
+            continue
+        each = owners.size(dim) // batch
+        even = torch.arange(batch, device=owners.device).repeat_interleave(each)
+        if bool((largest != NOBODY).all()):
+            fitting.append(
+                plain._replace(dim=dim, owner=largest).taken(dim, torch.arange(len(largest), device=owners.device))
+            )
+        elif len(even) == len(largest) and bool(((largest == even) | (largest == NOBODY)).all()):
+            fitting.append(plain._replace(dim=dim, inner=each))
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def single(tensor: Tensor) -> Layout | None:
+    """Layout in a batch of one: every row belongs to sample 0."""
+    return Layout(1, 0, tensor.size(0), 1) if tensor.dim() else None
+
+
+def is_one(owner: Tensor) -> bool:
+    """Whether there are rows, and all of one sample."""
+    owner = in_some_order(owner)
+    return owner.numel() > 0 and bool((owner == owner[0]).all())
+
+
+def rows_each(owner: Tensor, batch: int) -> int:
+    """Rows of a sample, where all have equally many and lie batch-major; else 0."""
+    each, rest = divmod(owner.numel(), max(batch, 1))
+    if rest or not each:
+        return 0
+    host = on_host(owner)
+    owner = owner if host is None else host
+    regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
+    return each if torch.equal(owner, regular) else 0

@@ -1,0 +1,325 @@
+"""Detects computation with sizes that depend on the batch: `h * len(h)`, `h / mask.nonzero().shape[0]`.
+
+The number of samples, or of rows that the data of several samples chose, is made by all samples; as a size it does no
+harm, as a factor it makes each sample's gradient depend on the others. Python's numbers cannot be followed, so they are
+told by value: a factor that equals such a number, in code that has asked for sizes, is warned of; where it follows
+that number from one batch to the next it is no coincidence, and refused. A number that is written in the code, or is
+an attribute of the module, may equal a size by chance: nothing is said until it follows the size. And a factor that
+grows or shrinks with the sizes over several batches, whatever was computed of them, is warned of.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+import sys
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..utils.code_location import FASTDP, TORCH, users
+from . import operator_table, tensor_notes
+from .batch_positions import is_random, made_in_sight
+from .calls import Call
+from .layout import layout_on
+from .totals import share_of
+
+T = torch.Tensor
+_ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
+_LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
+
+
+class Sizes:
+    """What one engine's forwards were told by sizes, and where they computed with it."""
+
+    def __init__(self) -> None:
+        self._batch = 0
+        self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
+        self._lines: dict[tuple[CodeType, int], set[int]] = {}  # that asked for sizes: those told but the batch's
+        self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
+        self._series: dict[
+            Any, list[tuple[tuple[float, ...], float]] | None
+        ] = {}  # (sizes told, number); None: cleared
+        # number told, number computed with, and in which forward; None: cleared
+        self._places: dict[Any, tuple[float, float, int] | None] = {}
+        self._forwards = 0
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._forwards += 1
+        self._codes.clear()
+        self._told.clear()
+
+    def asked(self, tensor: Any, found: Any, batch: int) -> None:
+        """Python asked for the size of a tensor."""
+        layout = layout_on(tensor) if isinstance(tensor, Tensor) else None
+        if layout is None or batch <= 1:
+            return
+        self._batch = batch
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        others = self._lines.setdefault((frame.f_code, frame.f_lineno), set())
+        if isinstance(found, tuple):
+            others.update(size for dim, size in enumerate(found) if dim != layout.dim)
+        elif found % batch:
+            others.add(found)
+        while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
+            self._codes.add(frame.f_code)  # and whoever asks by functions of his own
+            frame = frame.f_back  # type: ignore[assignment]
+        if tensor_notes.COUNTED in tensor.__dict__:
+            self._told[tensor.__dict__[tensor_notes.COUNTED]] = "the largest label in the batch"
+        if layout.order is not None or (layout.is_row_index and layout.mixed) or (layout.mixed and not layout.total):
+            numbers = found if isinstance(found, tuple) else (found,)
+            for number in numbers:
+                if number >= 0:
+                    self._told[number] = "the number of rows that several samples' data made"
+        elif (elements := tensor.numel()) > batch and (isinstance(found, tuple) or found == elements):
+            self._told[elements] = "the number of elements in the batch"
+
+    def note_number(self, call: Call) -> None:
+        """A constant is made of a number."""
+        (args, kwargs), name, out = call.given, call.name, call.out
+        if not isinstance(out, Tensor) or layout_on(out) is not None:
+            return
+        number = None
+        if out.numel() == 1 and args and isinstance(args[0], Tensor) and args[0] is not out:
+            number = args[0].__dict__.get(tensor_notes.NUMBER)
+            origins = [
+                t.__dict__[tensor_notes.NUMBER_OF]
+                for t in args
+                if isinstance(t, Tensor) and tensor_notes.NUMBER_OF in t.__dict__
+            ]
+            if origins:
+                out.__dict__[tensor_notes.NUMBER_OF] = origins[0]
+            if out.device.type == "cpu" and (number is not None or (made_in_sight(args[0]) and not is_random(args[0]))):
+                number = out.item()  # of a range or of ones as many as there are samples, perhaps
+        elif name in operator_table.OF_A_NUMBER and (out.numel() == 1 or name.endswith(("full", "full_like"))):
+            number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
+        if number is None:
+            return
+        out.__dict__[tensor_notes.NUMBER] = number
+        if self._codes and tensor_notes.NUMBER_OF not in out.__dict__:
+            found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
+            if found is not None and (number in self._told or not _is_written(number, self._codes)):
+                out.__dict__[tensor_notes.NUMBER_OF] = found
+
+    def has_told(self, number: float) -> bool:
+        """Whether the code that calls now has asked for sizes of the batch, and this number is most likely one: it is
+        neither written down there as a constant, nor a fraction, which no size is."""
+        if self._codes and number != int(number):
+            return self._told_inverse(number)
+        frame: Any = sys._getframe(2) if self._codes else None
+        while frame is not None:
+            if not _is_ours(frame.f_code.co_filename) and literal_in_code(frame, number, self._codes):
+                return False
+            if frame.f_code in self._codes:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _told_inverse(self, number: float) -> bool:
+        """Whether a fraction is one by the number of samples, or by a multiple, in two batches of unlike sizes."""
+        if (frame := users(sys._getframe(1))) is None:
+            return False
+        place = ("inverse", frame.f_code, frame.f_lineno)
+        before = self._places.setdefault(place, (self._batch, number, self._forwards))
+        return (
+            before is not None
+            and before[0] != self._batch
+            and math.isclose(number / before[1], before[0] / self._batch)
+        )
+
+    def problem(self, call: Call) -> tuple[str, bool]:
+        """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
+        if call.batch <= 1 or call.name not in operator_table.COMPUTING or not self._codes:
+            return "", False
+        if any((layout := call.layout(t)) is not None and layout.total for t in call.args):
+            return "", False  # a sum over the samples may be divided by their number
+        for value in (*call.args, *call.kwargs.values()):
+            number: Any = value.__dict__.get(tensor_notes.NUMBER) if isinstance(value, Tensor) else value
+            if _is_number(number) and (found := self._of(call, float(number)))[0]:
+                return found
+            if isinstance(value, Tensor) and number is not None and tensor_notes.NUMBER_OF in value.__dict__:
+                return (
+                    f"{call.mixed()} computes with {number:g}, made of {value.__dict__[tensor_notes.NUMBER_OF]}",
+                    False,
+                )
+        return "", False
+
+    def problem_of_loss(self, call: Call) -> tuple[str, bool]:
+        """What a loss is scaled by that sizes told ('' if nothing), and whether that is certain.
+
+        A sum over the samples may be divided by their number, and so may each of its terms (`totals.by_size`). Other
+        numbers are told by the line that both asks for a size and scales, if they have no name in it, or by what they
+        do from batch to batch.
+        """
+        total = any(layout.total for _, layout in call.inputs())
+        if (
+            call.batch <= 1
+            or call.name not in (operator_table.SCALING if total else operator_table.COMPUTING)
+            or not self._lines
+        ):
+            return "", False
+        given = [number for value in (*call.args, *call.kwargs.values()) if (number := _number_in(value)) is not None]
+        number = next((float(found) for found in given if found), 0.0)
+        share = share_of(number, call) if number and call.name in operator_table.SCALING else 0
+        if not number or (share and total and not self._grows(call, number)):
+            return "", False
+        why, certain = self._of(call, number)
+        if share and total:
+            return f"{call.mixed()} computes with {number:g}, made of a power of the number of samples", True
+        if share < 0:
+            call.out.__dict__[tensor_notes.SHARE] = (call.out._version, certain)
+            return "", False
+        frame: Any = users(sys._getframe(1))
+        others = None if frame is None else self._lines.get((frame.f_code, frame.f_lineno))
+        asks = others is not None and not any(_same(number, size) for size in others) and not _has_name(frame, number)
+        if not (asks or certain or "with a size" in why):
+            return "", False  # equal by chance, perhaps
+        return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
+
+    def _grows(self, call: Call, number: float) -> bool:
+        """Whether what a total is divided by is a multiple of the number of samples that grows with it: a power."""
+        frame: Any = users(sys._getframe(1))
+        if frame is None:
+            return False
+        size = abs(number) if abs(number) >= 1 else 1 / abs(number)
+        place = ("power", call.name, frame.f_code, frame.f_lineno)
+        before = self._places.setdefault(place, (call.batch, size / call.batch, self._forwards))
+        times = size / call.batch
+        return (
+            before is not None and before[0] != call.batch and math.isclose(times / before[1], call.batch / before[0])
+        )
+
+    def _of(self, call: Call, number: float) -> tuple[str, bool]:
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame.f_code not in self._codes:
+            frame = frame.f_back
+        if frame is None:
+            return "", False
+        place = (call.path, call.name, frame.f_code, frame.f_lineno)
+        matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told))
+        source, what = next(matching, (float(call.batch), ""))
+        if not what and (following := self._follows(place, call.batch, number)):
+            return f"{call.mixed()} computes with {number:g}, {following}", False
+        before = self._places.setdefault(place, (source, number, self._forwards))
+        if before is None:
+            return "", False
+        if before[1] == number and before[0] != source:
+            self._places[place] = None  # the same number beside another size: a constant
+            return "", False
+        if not what:
+            return "", False
+        # (a place may compute with several numbers in one forward, of which two equal sizes by chance)
+        certain = before[0] != source and before[1] != number and before[2] != self._forwards
+        if not certain and source == call.batch and _is_written(number, self._codes):
+            return "", False
+        return f"{call.mixed()} computes with {number:g}, made of {what}", certain
+
+    def _follows(self, place: Any, batch: int, number: float) -> str:
+        """Whether the numbers computed with at a place grow or shrink with a size, over _ENOUGH sizes; '' if not."""
+        seen = self._series.setdefault(place, [])
+        if seen is None:
+            return ""
+        sizes = (batch, *self._told)
+        if any((before == number) != (known == sizes) for known, before in seen):
+            self._series[place] = None  # a constant, or a schedule
+            return ""
+        if (sizes, number) not in seen:
+            seen.append((sizes, number))
+        if len(seen) < _ENOUGH:
+            return ""
+        self._series[place] = None
+        for k in range(min(len(known) for known, _ in seen)):
+            series = sorted((known[k], value) for known, value in seen)
+            steps = list(zip(series, series[1:], strict=False))
+            rising = {later[1] > earlier[1] for earlier, later in steps}
+            if len(rising) == 1 and all(later[0] > earlier[0] for earlier, later in steps):
+                return f"which {'grows' if rising.pop() else 'shrinks'} with a size of the batch"
+        return ""
+
+    def _sources(self, batch: int) -> list[tuple[float, str]]:
+        return [*self._told.items(), (batch, f"the number of samples ({batch})")]
+
+
+def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
+    """Whether the line that computes with a number has it written down."""
+    frame = users(sys._getframe(2))
+    return frame is not None and literal_in_code(frame, number, asking)
+
+
+def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
+    """Whether the line at which a frame is has a number written down, or names a global that is this number, or an
+    attribute of a module that neither this code nor the one that asked for sizes assigns."""
+    constants, names, globals_ = _lines_of(frame.f_code).get(frame.f_lineno, ((), (), ()))
+    stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
+    modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
+    known = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
+    if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
+        held = [frame.f_globals.get(name) for name in globals_]
+        known += [number for value in held for number in (value if isinstance(value, list | tuple) else (value,))]
+    return any(_is_number(value) and abs(value) == abs(number) for value in (*constants, *known))
+
+
+def _has_name(frame: Any, number: float) -> bool:
+    """Whether the line at which a frame is has a number written down, or under a name: a variable's, an attribute's."""
+    constants, names, globals_ = _lines_of(frame.f_code).get(frame.f_lineno, ((), (), ()))
+    held = [*frame.f_locals.values(), *(frame.f_globals.get(name) for name in globals_)]
+    inner = [getattr(value, "__dict__", None) or (value if isinstance(value, dict) else {}) for value in held]
+    known = [*constants, *held]
+    known += [fields.get(name) for fields in inner for name in (*names, *fields) if isinstance(name, str)]
+    return any(_is_number(value) and abs(value) == abs(number) for value in known)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lines_of(code: CodeType) -> dict[int, tuple[list[float], list[str], list[str]]]:
+    """By line: the numbers that it has written down, the attributes and the globals that it names."""
+    found: dict[int, tuple[list[float], list[str], list[str]]] = {}
+    line = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        positions = getattr(step, "positions", None)
+        line = (positions.lineno if positions is not None else step.starts_line) or line
+        constants, names, globals_ = found.setdefault(line, ([], [], []))
+        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
+            constants += filter(_is_number, step.argval if isinstance(step.argval, tuple) else (step.argval,))
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.append(step.argval)
+        elif step.opname == "LOAD_GLOBAL":
+            globals_.append(step.argval)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_by(code: CodeType) -> frozenset[str]:
+    """The attributes that code assigns: counters, averages."""
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+
+
+def _is_ours(name: str) -> bool:
+    return name.endswith(_LIBRARY) or name.startswith(FASTDP)
+
+
+def _number_in(value: Any) -> float | None:
+    """A number of Python, or the one that a constant tensor was made of."""
+    found = value.__dict__.get(tensor_notes.NUMBER) if isinstance(value, Tensor) else value
+    return found if _is_number(found) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _same(number: float, told: float) -> bool:
+    """Whether a number is one that was told, or its inverse or root."""
+    size = abs(number)
+    if told in (0, 1):
+        return size == told
+    if not math.isfinite(number) or size in (0.0, 1.0):
+        return False
+    near = (told, 1 / told, math.sqrt(told), 1 / math.sqrt(told))
+    return any(math.isclose(size, one, rel_tol=1e-6) for one in near)

@@ -1,0 +1,117 @@
+"""Layout rules of functions that reduce, order, move or accumulate along a dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import tensor_notes
+from .batch_slices import NOTED
+from .calls import Call, Tags
+from .equivalent_sums import Spread, gathered, spread, spread_in
+from .layout import Layout
+from .operator_table import spellings
+from .propagate import ask
+from .rules import Answer, layout_rule
+from .totals import equal_counts, note_terms, total_of
+
+T = torch.Tensor
+
+
+@layout_rule(*spellings(*"sum mean nansum nanmean amax amin var std logsumexp prod all any argmax argmin".split()))
+def _reduce(call: Call) -> Tags:
+    """Over some dimensions; over the batch's the samples are combined."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    dims = call.argument(1, "dim")
+    if call.name in ("sum", "mean") and (at := spread_in(source)) and (found := _of_spread(call, at, dims)):
+        return found
+    if layout is None or layout.mixed or not isinstance(call.out, Tensor) or len(call.args) > 3:
+        return ask(call)
+    if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
+        return [(call.out, _over_samples(call, layout))]
+    over = {dim % source.dim() for dim in (dims if isinstance(dims, tuple | list) else (dims,))}
+    if call.name in ("mean", "var", "std") and source.__dict__.get(tensor_notes.LONGEST) in over:
+        NOTED.append(
+            call.mixed("divides by the length of the longest sample in the batch, to which others were padded")
+        )
+    if layout.dim in over:
+        return [(call.out, _over_samples(call, layout))]
+    kept = call.out.dim() == source.dim()
+    return [(call.out, layout if kept else layout._replace(dim=layout.dim - sum(d < layout.dim for d in over)))]
+
+
+def _over_samples(call: Call, layout: Layout) -> Layout | None:
+    """Of a reduction over the samples: a total, if it is a sum, or a mean over a number that no data made."""
+    source = call.args[0]
+    if call.name not in ("sum", "mean", "nansum", "nanmean"):
+        return call.combined("combines the samples of the batch")
+    if call.name == "nanmean" and bool(source.isnan().any()):
+        return call.combined("divides by how many numbers of the batch are none")
+    if "mean" in call.name and not equal_counts(layout, source.device):
+        return call.combined("divides by the number of rows in the batch, which several samples made")
+    if call.out.numel() == 1 and call.name == "sum":
+        note_terms(call.out, source, layout)
+    return total_of(call, call.out, layout, call.name.removeprefix("nan"))
+
+
+def _of_spread(call: Call, at: Spread, dims: Any) -> Tags | None:
+    """Of what is added up along all dimensions, or along some, so that the rest may be; None where it is not."""
+    over = range(call.args[0].dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+    if len(over) == call.args[0].dim() or call.out.numel() == 1:
+        return gathered(call, "sum")
+    if at.by == "sum":
+        call.out.__dict__[tensor_notes.SPREAD] = at._replace(versions=(at.versions[0], call.out._version))
+        return call.all_combined("combines samples with each other")
+    return None
+
+
+def along(position: int, name: str) -> Answer:
+    """The rule of functions that combine the positions of dimension `name` and keep its size."""
+
+    def function(call: Call) -> Tags:
+        source, layout = call.args[0], call.layout(call.args[0])
+        dims = call.argument(position, name, -1 if name == "dim" else None)
+        if dims is None and call.name in ("softmax", "log_softmax", "softmin"):
+            dims = 0 if source.dim() in (0, 1, 3) else 1  # what torch takes where none is given
+        dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+        if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
+            why = "works along the batch dimension"
+            return spread(call, "last", why, layout.dim) if call.name == "cumsum" else call.all_combined(why)
+        if layout is not None and isinstance(call.out, Tensor) and call.out.shape == source.shape:
+            return [(call.out, layout)]
+        return ask(call)
+
+    return function
+
+
+layout_rule(*spellings("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin"))(along(1, "dim"))
+layout_rule(*spellings("logcumsumexp", "cumsum_", "cumprod_"))(along(1, "dim"))
+
+
+@layout_rule(*spellings("flip", "roll"))
+def _moved(call: Call) -> Tags:
+    """Rows in another order: apply the same to the sample numbers."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or layout.mixed:
+        return [(call.out, layout)]
+    rows = torch.arange(layout.rows, device=source.device)
+    if call.name == "flip":
+        dims = call.args[1:] if isinstance(call.argument(1, "dims"), int) else call.argument(1, "dims")
+        if layout.dim in [dim % source.dim() for dim in dims]:
+            return [(call.out, layout.taken(layout.dim, rows.flip(0)))]
+        return [(call.out, layout)]
+    shifts, dims = call.argument(1, "shifts"), call.argument(2, "dims")
+    if dims is None or dims == ():
+        return call.all_combined("rolls samples into each other")
+    pairs = zip(*((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims)), strict=True)
+    along = [shift for shift, dim in pairs if dim % source.dim() == layout.dim]
+    if not sum(along) % max(layout.rows, 1):
+        return [(call.out, layout)]
+    order = None if layout.order is None else torch.zeros_like(rows)  # the groups go round
+    return [(call.out, layout.taken(layout.dim, rows.roll(sum(along)), order))]
+
+
+layout_rule(F.normalize)(along(2, "dim"))

@@ -1,0 +1,139 @@
+"""Loops over the samples: tensors that belong to one sample as a whole (`Layout.alone`).
+
+Whatever is made of one sample's data and of constants is that sample's: no function need be asked. Where tensors of
+different samples meet, samples are mixed, but in the functions that put rows together (`LayoutRule.joins`): their rules
+know which rows are whose.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..utils.pytree import tensors_in
+from . import operator_table
+from .calls import Call, Inputs, Tags
+from .layout import Layout, is_one, tag_of
+from .rules import rule_of
+from .totals import sums_of_single_samples
+
+
+def of_one_sample(call: Call) -> Tags | None:
+    """Where an argument is of one sample; None where the function's own rule is to say."""
+    inputs, rule = call.inputs(), rule_of(call.func)
+    if rule.reaches or all(layout.alone < 0 for _, layout in inputs):
+        return None
+    if (unasked := of_no_numbers(call)) is not None:
+        return unasked
+    owners = {owner_of(layout) for _, layout in inputs}
+    first = call.layout(call.args[0]) if call.args else None
+    picked_by_places = any(layout.is_row_index for tensor, layout in inputs if tensor is not call.args[0])
+    whose = owners.pop() if len(owners) == 1 and not picked_by_places else -1
+    if whose >= 0 and _fills_the_batch(call, whose):
+        return None
+    if whose < 0:
+        if rule.joins and not any(layout.mixed for _, layout in inputs):
+            return None  # its rule looks at every tensor's rows
+        why = next((layout.mixed for _, layout in inputs if layout.mixed), "") or call.mixed(
+            "combines rows of different samples"
+        )
+        layout = Layout(call.batch, mixed=why)
+    else:
+        places = first is not None and first.is_row_index
+        layout = Layout(call.batch, is_row_index=places, alone=whose, size_from_data=_is_sized(call, inputs))
+    outputs = call.results() or list(tensors_in(call.args[0]))
+    if whose >= 0 and call.in_place:
+        layout = _written_view(call, outputs[0], layout)
+        if first is not None and layout.alone >= 0:
+            layout = layout._replace(piece=first.piece)  # what was done to it before
+    tags: Tags = [(tensor, layout) for tensor in outputs]
+    total = sums_of_single_samples(call) if layout.mixed and len(tags) == 1 else None
+    return tags if total is None else total
+
+
+def of_no_numbers(call: Call) -> Tags | None:
+    """Layouts of the results of a call that takes only a dtype, a device or a shape of data; None of any other.
+
+    Without it `mask.to(h)` would be data wherever data has the mask's dtype, since every result of a batch of one is.
+    """
+    if call.name in operator_table.TAKING_A_TYPE:
+        found = call.layout(call.args[0])
+    elif (call.name.startswith("new_") and not numbers_in(call)) or (
+        call.name in operator_table.LIKE and len(call.inputs()) == 1
+    ):
+        found = None
+    else:
+        return None
+    return [(tensor, found) for tensor in call.results()]
+
+
+def numbers_in(call: Call) -> Inputs:
+    """The data whose numbers fill a new constant (new_full, new_tensor); a size is no data."""
+    filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data")}.get(call.name)
+    found = [] if filling is None else [(t, call.layout(t)) for t in tensors_in((call.argument(*filling),))]
+    return [(tensor, layout) for tensor, layout in found if layout is not None]
+
+
+def _fills_the_batch(call: Call, sample: int) -> bool:
+    """Whether a sample's data goes to its place in a constant that has one for every sample: out[b] = ..."""
+    if call.name != "__setitem__" or call.layout(call.args[0]) is not None:
+        return False
+    target, index = call.args[:2]
+    items = index if isinstance(index, tuple) else (index,)
+    if any(item is None or item is Ellipsis for item in items):
+        return False
+    sizes = zip(items, target.shape, strict=False)
+    return any(type(item) is int and item % size == sample and size == call.batch for item, size in sizes)
+
+
+def owner_of(layout: Layout) -> int:
+    """The one sample of a tensor, or -1."""
+    if layout.mixed or layout.alone >= 0:
+        return -1 if layout.mixed else layout.alone
+    whole = layout.order is None or is_one(layout.order)  # rows of several groups have an order of their own
+    return int(layout.owner[0]) if layout.owner is not None and whole and is_one(layout.owner) else -1
+
+
+def _is_sized(call: Call, inputs: Inputs) -> bool:
+    """Whether a size of the result may be made by the data."""
+    if (
+        any(layout.size_from_data or layout.order is not None for _, layout in inputs)
+        or call.name in operator_table.SIZED_BY_DATA
+    ):
+        return True
+    if call.name == "where":
+        return len(call.args) == 1 and not call.kwargs
+    return call.name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(call.args[1]))
+
+
+def _written_view(call: Call, view: Tensor, layout: Layout) -> Layout:
+    """A sample's data written through a view of a larger memory makes that memory data: rows of that sample's place."""
+    base = view._base if view._is_view() else None
+    before = None if base is None else tag_of(base, call.batch)
+    if base is None or before == layout or (before is not None and before.mixed):
+        return layout if before is None or not before.mixed else before
+    if before is not None and before.alone < 0:
+        guesses = [before]
+    else:
+        known = before is None and tag_of(view, call.batch) is None
+        sizes = enumerate(base.shape) if known else ()
+        guesses = [
+            Layout(call.batch, dim, 1, size // call.batch) for dim, size in sizes if size and size % call.batch == 0
+        ]
+    fitting = [guess for guess in guesses if bool((_owners_in(base, view, guess) == layout.alone).all())]
+    if len(fitting) == 1:
+        call.bases.append((base, fitting[0]))
+        return layout
+    mixed = call.combined("writes one sample's data into memory of others")
+    call.bases.append((base, mixed))
+    return mixed
+
+
+def _owners_in(base: Tensor, view: Tensor, layout: Layout) -> Tensor:
+    """Which sample's place each element of a view lies in."""
+    shape = [1] * base.dim()
+    shape[layout.dim] = layout.rows
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    memory = torch.full((extent,), -1, device=base.device)
+    memory.as_strided(base.shape, base.stride()).copy_(layout.owners(base.device).view(shape))
+    return memory.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())

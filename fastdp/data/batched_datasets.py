@@ -1,0 +1,139 @@
+"""What a DataLoader hands to collate_fn: a list of records, or a batch that the dataset made of many at once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from .random_generators import RandomNumbers, kept_by
+
+
+class Given:
+    """Records, of which some can be copied out in the form that collate_fn takes.
+
+    items: a list of them, or what the dataset's __getitems__ gave: a batch whose tensors have a row for each record.
+    The length is 0 if no number of records fits all of these.
+    """
+
+    def __init__(self, items: Any, dataset: Any = None) -> None:
+        self.items, self.together = items, not isinstance(items, list) or _parts_of_one(items, dataset)
+        if not self.together:
+            self.count = len(items)
+            return
+        counts = {len(rows) for rows in _arrays(items)}
+        self.count = counts.pop() if len(counts) == 1 else 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def copied(self, places: list[int]) -> Any:
+        """The records of these places, which collate_fn may write into."""
+        if self.together:
+            return _rows(self.items, places, self.count)
+        return [copied(self.items[place]) for place in places]
+
+    def shapes(self, places: list[int]) -> list[Any]:
+        """What a collate_fn may sort these records by."""
+        return [None if self.together else _shape(self.items[place]) for place in places]
+
+
+def fetches_batches(dataset: Any) -> bool:
+    """Whether the dataset makes a batch of the records it is asked for, by __getitems__, in place of a list of them."""
+    getter = _getter(dataset)
+    if getter is None:
+        return False
+    before = RandomNumbers(set(), kept_by(getattr(getter, "__self__", None)))
+    several, one = getter([0, 0, 0]), getter([0])
+    before.put_back()
+    return not (isinstance(several, list) and isinstance(one, list) and (len(several), len(one)) == (3, 1))
+
+
+def nothing(items: Any) -> bool:
+    """Whether this is a list of no records."""
+    return isinstance(items, list) and not items
+
+
+def _getter(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return getattr(dataset, "__getitems__", None)
+
+
+def _parts_of_one(items: list[Any], dataset: Any) -> bool:
+    """Whether the list is a batch, as [inputs, targets]: tensors as long as each other, of a dataset that says so."""
+    if _getter(dataset) is None or not items:
+        return False
+    return all(isinstance(item, Tensor | np.ndarray) and item.ndim for item in items) and fetches_batches(dataset)
+
+
+def _arrays(value: Any) -> Iterable[Tensor | np.ndarray[Any, Any]]:
+    if isinstance(value, Tensor | np.ndarray):
+        return [value] if value.ndim else []
+    return [array for part in _parts(value) for array in _arrays(part)]
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, tuple | list):
+        return list(value)
+    if hasattr(value, "keys") and hasattr(value, "items"):
+        return [part for _, part in value.items()]
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return []
+
+
+def _rows(value: Any, places: list[int], count: int) -> Any:
+    """The same structure with these rows of each tensor, array, and list of other things."""
+    if isinstance(value, Tensor):
+        return value[torch.tensor(places, device=value.device)] if value.dim() else value.clone()
+    if isinstance(value, np.ndarray):
+        return value[places] if value.ndim else value.copy()
+    if isinstance(value, tuple | list):
+        if len(value) == count and not _arrays(value):
+            return type(value)([value[place] for place in places])
+        parts = [_rows(part, places, count) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if hasattr(value, "keys") and hasattr(value, "items"):
+        other = copy.copy(value)
+        for key, part in value.items():
+            other[key] = _rows(part, places, count)
+        return other
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _rows(getattr(value, f.name), places, count) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _shape(item: Any) -> Any:
+    """What a collate_fn may sort items by."""
+    if isinstance(item, Tensor | np.ndarray):
+        return tuple(item.shape)
+    if hasattr(item, "items") and hasattr(item, "keys"):
+        return {key: _shape(value) for key, value in item.items()}
+    if isinstance(item, tuple | list):
+        return len(item) if item and isinstance(item[0], int | float) else [_shape(each) for each in item]
+    return None
+
+
+def copied(item: Any) -> Any:
+    """A record that a collate_fn may write into: some take fields out of it."""
+    if isinstance(item, Tensor):
+        return item.detach().clone().requires_grad_(item.requires_grad) if item.is_leaf else item.clone()
+    if isinstance(item, np.ndarray):
+        return item.copy()
+    if type(item) in (list, tuple):
+        return type(item)(copied(each) for each in item)
+    if isinstance(item, dict) and type(item) is dict:
+        return {key: copied(value) for key, value in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*[copied(each) for each in item])
+    if hasattr(item, "items") and hasattr(item, "copy"):
+        return item.copy()
+    return item

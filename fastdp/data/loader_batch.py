@@ -1,0 +1,56 @@
+"""The batch in hand: of the loader that an optimizer trains on, where several are being iterated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..batch_axis import current_batch
+from ..errors import StepError
+
+
+class Hand:
+    """Knows the loader of one optimizer, and when that was made."""
+
+    def __init__(self) -> None:
+        self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
+        self._born = current_batch.now()
+        self.seeded = False  # batches of it were drawn by a seed
+        self.literal_in_code = False  # what the model is given now is no batch
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within it the model is given a record in the place of a batch without any, and nothing of it is summed: of a
+        model in parts all processes must run forward and backward, and not every model takes an empty batch."""
+        self.literal_in_code = True
+        try:
+            yield
+        finally:
+            self.literal_in_code = False
+
+    def of_forward(self) -> current_batch.PhysicalBatch | None:
+        """The batch that the model is given."""
+        return None if self.literal_in_code else self.batch()
+
+    def batch(self) -> current_batch.PhysicalBatch | None:
+        """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
+        if self._loader is not None and (mine := current_batch.current(self._loader)) is not None:
+            return mine
+        # an iteration that stands still since before the optimizer was made is one that an exception left behind
+        if current_batch.active_loaders() > 1 and current_batch.active_loaders(self._born) != 1:
+            raise StepError(
+                "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
+                "train a step on its loader before the others begin"
+            )
+        found = current_batch.current()
+        if found is not None and found.size < 0 and found.moment < self._born:
+            return None  # fetched for another optimizer, and left
+        return found
+
+    def current(self) -> current_batch.PhysicalBatch | None:
+        """The same; its loader is from now on the one that the optimizer trains on."""
+        found = self.batch()
+        if found is not None:
+            self._loader = found.loader
+            self.seeded |= found.seeded
+        return found

@@ -1,0 +1,152 @@
+"""Digests by which processes compare what they hold: model weights, a few records of a dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import ParameterError
+
+LOOKS = 5  # records that are compared
+CHUNK = 1 << 20  # words that are summed at once
+
+
+def mark(*values: object) -> str:
+    """A short name of these values, which tells nothing of a secret key among them."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def mark_of_model(model: nn.Module) -> str:
+    """Of the names, shapes and values of a model's parameters and buffers. Raises ParameterError if one is lazy."""
+    return mark(_marks([*model.named_parameters(), *model.named_buffers()]))
+
+
+def mark_of_shapes(model: nn.Module) -> str:
+    """The same of its buffers, and of its parameters the names and shapes alone."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return mark(shapes, _marks(list(model.named_buffers())))
+
+
+def mark_of_parameters(model: nn.Module) -> str:
+    """The same of its parameters alone: a forward may have written to buffers."""
+    return mark(_marks(list(model.named_parameters())))
+
+
+def mark_of_tensors(tensors: list[Tensor]) -> str:
+    """Of the values of these."""
+    return mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
+
+
+def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
+    found: list[object] = []
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise ParameterError(
+                f"'{name}' has no shape yet: every process would initialize it for itself. Call the model on a batch, "
+                "give all processes the same weights, and make the optimizer then."
+            )
+        bits = None if _is_cut(tensor) else _bits(tensor)  # a part is another on every process
+        found.append((name, tuple(tensor.shape), str(tensor.dtype), bits))
+    return found
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether a part of it lies here."""
+    return any(not place.is_replicate() for place in getattr(tensor, "placements", ()))
+
+
+@torch.no_grad()
+def _bits(tensor: Tensor) -> object:
+    """Two sums of a tensor's bits, of which one knows their order; on a device without a copy to the host. Of a DTensor
+    those of what lies here."""
+    tensor = getattr(tensor, "to_local", lambda: tensor)()
+    try:
+        words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32)
+    except (RuntimeError, TypeError, NotImplementedError):  # a type of its own (quantized): its shape must do
+        return None
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    order = torch.arange(min(len(words), CHUNK), device=words.device) * 0x9E3779B1 % 0x7FFFFFFF
+    for number, part in enumerate(words.split(CHUNK)):  # parts in int64 need twice the memory
+        long = part.long()
+        total[0] += long.sum() * (2 * number + 1)
+        total[1] += (long * order[: len(long)]).sum() * (2 * number + 1)
+    return total.tolist()
+
+
+def mark_of_records(dataset: Any) -> str | None:
+    """Of a few records of a dataset; None if they cannot be told, or are not the same when they are read again."""
+    size = len(dataset)
+    places = sorted({size * part // (LOOKS - 1) for part in range(LOOKS - 1)} | {size - 1})
+    try:
+        first, again = (_look(dataset, places) for _ in range(2))
+    except Exception:  # noqa: BLE001 - of the dataset's own code: the loader's first batch will say it
+        return None
+    return first if first == again else None
+
+
+def _look(dataset: Any, places: list[int]) -> str:
+    with _same_randomness():
+        return mark([_known(dataset[place]) for place in places])
+
+
+def _known(value: Any) -> Any:
+    """What can be compared of a record."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy() if not value.is_sparse else None
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+    if isinstance(value, Mapping):
+        return [(str(key), _known(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_known(item) for item in value]
+    return value if isinstance(value, str | bytes | int | float | None) else type(value).__name__
+
+
+@contextlib.contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Augmentations draw the same in every process, and the program's own random numbers stay as they were."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            np.random.seed(0)
+            random.seed(0)
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def same_on_all(group: Any, tensors: Sequence[Tensor], device: str) -> bool:
+    """Whether all processes of a group hold the same numbers. All of them must ask."""
+    own = torch.tensor([int(mark_of_tensors(list(tensors)), 16) >> 1], device=device)
+    least, most = own.clone(), own.clone()
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+    return int(least) == int(most)
+
+
+_PRIMES = (2147483647, 2147483629)
+
+
+@torch.no_grad()
+def lanes_of(tensor: Tensor) -> Tensor:
+    """Four numbers in [0, 1), float64, that tell a tensor's bits and sizes, on its device and without a wait."""
+    words = tensor.detach().contiguous().view(-1)
+    words = (words.to(torch.uint8) if words.dtype == torch.bool else words).view(torch.uint8)
+    words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32).long()
+    places = (torch.arange(len(words), device=words.device) * 0x9E3779B1 + 1) % 0x7FFFFFFF
+    sums = torch.stack([words.sum(), (words * places).sum()]) + sum(
+        n * 1_000_003**d for d, n in enumerate(tensor.shape)
+    )
+    return torch.stack([(sums % prime).double() / prime for prime in _PRIMES]).flatten()

@@ -1,0 +1,197 @@
+"""Checks of a call's arguments before it is made, and results that must not receive a gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..batch_axis.aliasing import look, shares
+from ..batch_axis.calls import Call
+from ..batch_axis.data_memory import was_filled
+from ..batch_axis.escaped_values import EscapedValues
+from ..batch_axis.inputs import refuse_ragged
+from ..batch_axis.layout import Layout, tag, tag_of
+from ..batch_axis.operator_table import MOVING_IN_PLACE, function_name
+from ..batch_axis.python_reads import PythonReads
+from ..errors import BatchLayoutError, FastDPError, SampleMixingError, UncapturedUseError
+from ..grad_sample.parameter_links import link_of
+from ..utils.pytree import map_tensors, tensors_in
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Watcher:
+    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.engine.compile_watch`)."""
+
+    def captured(self, data: tuple[Tensor, ...]) -> None:
+        """A call of data and parameters is captured."""
+
+    def asked(self, call: Call) -> None:
+        """A call whose layouts may depend on more than on those of its arguments."""
+
+
+class PassView(Protocol):
+    """The pass (`fastdp.engine.capture.Pass`)."""
+
+    batch: int
+    tracked: dict[int, str]
+    exposed: EscapedValues
+    reads: PythonReads
+    unseen: str  # what ran out of sight, if anything did
+
+    def place(self, name: str) -> str:
+        """A call's place, for messages."""
+
+    def names_of(self, tensors: Any) -> str:
+        """Names of parameters, for messages."""
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """A tracked parameter, or a tensor derived from tracked parameters."""
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Carries samples."""
+
+    def infer_layout(self, tensor: Tensor) -> Layout | None:
+        """Layout of data of unseen origin."""
+
+    def note_use(self, parameter: Tensor, where: str) -> None:
+        """Remember the last place of a parameter's use, for messages."""
+
+    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
+        """What makes a captured call differentiable."""
+
+
+def roles_of(forward_pass: PassView, call: Call) -> tuple[list[Tensor], bool]:
+    """The parameters among a call's tensors, and whether others carry samples; these have layouts from here on."""
+    parameters, has_data = [], False
+    for tensor in call.tensors:
+        if id(tensor) in forward_pass.tracked and tensor.requires_grad and not was_filled():
+            parameters.append(tensor)
+        elif tensor.is_nested:
+            refuse_ragged(tensor, f"an argument of {forward_pass.place(call.name)}")
+        elif call.batch > 1 and _look_at(forward_pass, tensor, call) is not None:
+            has_data = True
+        elif forward_pass.is_parameter(tensor):
+            parameters.append(tensor)
+        elif forward_pass.is_data(tensor):
+            has_data = True
+            if tag_of(tensor, call.batch) is None:
+                _settle(forward_pass, tensor)
+                call.forget()
+    return parameters, has_data
+
+
+def _settle(forward_pass: PassView, tensor: Tensor) -> None:
+    """Give data of unseen origin the layout that its shape tells, or the note that none is known."""
+    layout = forward_pass.infer_layout(tensor)
+    if layout is None and forward_pass.unseen:
+        layout = Layout(forward_pass.batch, mixed=forward_pass.unseen)
+    if layout is not None:
+        tag(tensor, layout)
+
+
+def _look_at(forward_pass: PassView, tensor: Tensor, call: Call) -> Layout | None:
+    """The layout of a tensor as its memory has it, where that says other than its tag (`batch_axis.aliasing.look`)."""
+    if id(tensor) not in forward_pass.tracked and link_of(tensor) is None:
+        layout = tag_of(tensor, call.batch)
+        if layout is None:
+            forward_pass.exposed.meet(tensor)
+        found = look(tensor, layout or tag_of(tensor, call.batch), call.batch)
+        if found is not layout:
+            call.forget()  # of other views of this memory, too
+        elif found is not None:
+            call.knows(tensor, found)
+        return found
+    if was_filled() and shares(tensor):
+        raise UncapturedUseError(
+            f"{forward_pass.place(call.name)} takes parameter {forward_pass.names_of([tensor])}, whose "
+            "memory data was written to (a start from the first batch?): a parameter must not tell of samples without "
+            "noise. To go on, give it other memory with its numbers of before: p.data = before.clone()."
+        )
+    return None
+
+
+_OUT_OF_SIGHT = (
+    "runs inside torch.func or torch.vmap on data that needs no gradient, out of sight: what it makes there of several "
+    "samples would pass for constants"
+)
+
+
+def look_beneath(forward_pass: PassView, func: Any, args: Any, kwargs: Any) -> None:
+    """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
+    for tensor in tensors_in((args, kwargs)):
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if not tensor.requires_grad:
+            if tensor.is_floating_point() and forward_pass.batch > 1 and tag_of(tensor, forward_pass.batch) is not None:
+                forward_pass.reads.note(f"{forward_pass.place(function_name(func))} {_OUT_OF_SIGHT}", None)
+        elif forward_pass.is_parameter(tensor):
+            forward_pass.note_use(tensor, f"{forward_pass.place(function_name(func))}, inside torch.func or torch.vmap")
+        elif forward_pass.is_data(tensor) and not forward_pass.unseen:
+            forward_pass.unseen = (
+                f"{forward_pass.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
+            )
+
+
+def of_no_samples(forward_pass: PassView, dispatch: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call in the forward of an empty batch, which many models cannot make (`x.view(len(x), 8, -1)`)."""
+    try:
+        return dispatch(func, args, kwargs)
+    except FastDPError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as problem:
+        raise BatchLayoutError(
+            f"{forward_pass.place(function_name(func))} cannot take an empty batch ({problem}), which Poisson sampling "
+            "draws now and then. Leave out the forward and backward of such a batch (if len(x): ...); step() is then a "
+            "step of noise alone, and must be called."
+        ) from problem
+
+
+def refuse_numbers_of_data(forward_pass: PassView, call: Call, parameters: list[Tensor]) -> None:
+    """Raises UncapturedUseError where a parameter is given the numbers of data."""
+    if call.func == _SET_DATA:
+        raise UncapturedUseError(
+            f"{forward_pass.place('.data = ...')} gives parameter {forward_pass.names_of(parameters)} the numbers of "
+            "data: its gradient would be of other numbers. Compute with the data itself."
+        )
+
+
+def unmoved(call: Call) -> Call | None:
+    """Before a change of shape in place: the call that would return the same anew, of the tensor as it was."""
+    if call.name not in MOVING_IN_PLACE:
+        return None
+    args, kwargs = call.given
+    with torch.no_grad():
+        as_it_was = args[0].detach()
+    as_it_was.__dict__.update(args[0].__dict__)
+    return Call(getattr(torch.Tensor, call.name[:-1]), (as_it_was, *args[1:]), kwargs, call.batch, call.path)
+
+
+class Poison(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token: Tensor, problem: SampleMixingError) -> Tensor:
+        ctx.problem = problem
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise SampleMixingError(str(ctx.problem))
+
+
+def poisoned(forward_pass: PassView, call: Call, problem: SampleMixingError) -> Any:
+    """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
+    args, kwargs = map_tensors(call.given, lambda t: t.detach() if forward_pass.is_parameter(t) else t)
+    out = call.func(*args, **kwargs)
+    mixed = Layout(forward_pass.batch, mixed=problem.mixed)
+
+    def poison(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor = Poison.apply(tensor, forward_pass.token_for(()), problem)  # type: ignore[no-untyped-call]
+        tag(tensor, mixed)
+        return tensor
+
+    return map_tensors(out, poison)

@@ -1,0 +1,60 @@
+"""Follows a Poisson loader's batch between the loader and the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch_axis import current_batch, tensor_notes
+from ..batch_axis.generations import LOADERS, Generation
+from ..batch_axis.inputs import nested_tensors
+from ..batch_axis.layout import Layout, tag
+from ..batch_axis.marks import mark_of
+from .backward import backwards
+from .loss_tracking import LossTracking, pause, start
+from .state import ENGINES
+
+_LAST: list[Generation] = []  # of batches that loaders handed out
+_TRAINED = [0]  # backwards of all engines, when the last one was
+
+
+def handed_out(batch: Any, size: int) -> None:
+    """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
+    pause()
+    if _LAST and backwards() != _TRAINED[0]:
+        _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
+    _TRAINED[0] = backwards()
+    for tensor in nested_tensors(batch):
+        tensor.__dict__[tensor_notes.LOADED] = True
+    engines = list(ENGINES)
+    if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
+        return
+    moment = Generation(LOADERS)
+    _LAST.append(moment)
+    start(size, moment, engines[0], [])
+    with torch._C.DisableTorchFunction():
+        for tensor in nested_tensors(batch):
+            if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
+                tensor.__dict__[tensor_notes.INPUT] = True
+                tag(tensor, Layout(size))
+
+
+current_batch.tell_of_batches(handed_out)
+
+
+def handed_out_in(found: LossTracking | None, batch: int) -> int:
+    """The number of the moment in which a loader handed out the batch of a forward that began while it was followed."""
+    if found is None or found.batch != batch:
+        return 0
+    return found.moment.number if found.moment.owner is LOADERS else found.moment.before
+
+
+def read_in(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> tuple[str, str]:
+    """What has read numbers of the batch since its loader handed it out, and which of these tensors, a model's inputs,
+    may be made of them."""
+    if found is None or found.batch != batch or found.moment.owner is not LOADERS:
+        return "", ""
+    return found.numbers.read, found.numbers.in_inputs(tensors)

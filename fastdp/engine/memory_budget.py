@@ -1,0 +1,304 @@
+"""Runs backward twice for a checkpointed block whose stored inputs would exceed the memory budget.
+
+Flat clipping needs all norms before any clipped sum, so a use's input and output gradient must wait for the end of
+backward; under checkpointing that is the very memory the user wanted to save. A block whose forward is computed
+again anyway may instead keep its own input and output gradient: the norms of its uses are taken at once, and at the
+end the block runs forward and backward a second time, now with known clip factors. Costs a forward, an input gradient
+and the norms of the block; saves everything between.
+
+The loss may take tensors from inside the block, too (a penalty on activations): what is still alive when the block's
+forward ends keeps its whole gradient, which takes the place of the one that arrives there in the second run. The norms
+are taken again, and must be the same: a block that does not repeat itself (random numbers outside of torch's
+generators) is refused.
+
+Source: the two-backward form of ghost clipping, Li et al. 2022.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..batch_axis.inputs import nested_tensors
+from ..errors import StepError
+from ..grad_sample.parameter_links import leaves_of, link_of, span_of
+from ..grad_sample.parameter_use import ParameterUse
+from ..utils.pytree import map_tensors
+from ..utils.rng_state import States, random_states, set_random_states
+
+SAME = 1e-6  # squared norms of the same data, computed twice by the same way, differ by less
+# Norms of another gradient differ by more, relative to the use's own and to the whole block's (the gradient of a key's
+# bias is rounding alone); in float32, and under autocast or of 16-bit parameters
+APART, APART_16_BIT = (5e-4, 1e-5), (1.5e-2, 3e-3)
+
+Part = tuple[int, tuple[int, ...], tuple[int, ...], int]
+
+
+def part_of(operand: Tensor) -> Part:
+    """A parameter or a slice of it, known again when it is sliced anew."""
+    leaf = leaves_of(operand)[0]
+    return id(leaf), tuple(operand.shape), operand.stride(), int(operand.storage_offset())
+
+
+class Inner(TorchFunctionMode):
+    """Numbers the results of the torch functions that a block's forward calls, in their order.
+
+    wanted: the numbers of those to hold on to; the others are known only as long as somebody else holds them.
+    """
+
+    def __init__(self, wanted: Collection[int] = ()) -> None:
+        super().__init__()
+        self.wanted, self.count = wanted, 0
+        self.given: list[weakref.ref[Tensor]] = []  # the block's inputs, which functions may return as they are
+        self.seen: dict[int, weakref.ref[Tensor]] = {}
+        self.held: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # an engine's mode is on
+            for tensor in nested_tensors(out):
+                if tensor.requires_grad:
+                    self.seen[self.count] = weakref.ref(tensor)
+                if self.count in self.wanted:
+                    self.held[self.count] = tensor
+                self.count += 1  # of every tensor: an input that a function returns as it is is a leaf the second time
+        return out
+
+    def alive(self, besides: Iterable[Tensor]) -> dict[int, Tensor]:
+        """What a loss may take: those made of data that somebody holds, by number, besides inputs and outputs."""
+        known = {id(tensor) for tensor in (*besides, *(ref() for ref in self.given))}
+        found = {}
+        for number, seen in self.seen.items():
+            tensor = seen()
+            if tensor is None or tensor.is_leaf or link_of(tensor) is not None:
+                continue  # gone, or a parameter, or made of parameters alone: its uses are captured
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                found[number] = tensor
+        return found
+
+
+class Block:
+    """A module inside a checkpointed region: what its second run needs."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+        self.inner = Inner()
+        self.grads: list[Tensor | None] = []  # of its outputs
+        self.inner_grads: dict[int, Tensor] = {}  # of tensors within that outlive its forward
+        self.arguments: tuple[Any, Any] | None = None  # known when it is computed again
+        self.norm_sq: dict[Part, Tensor] = {}  # of the operands whose data was dropped
+        self.calls = 1
+        self._random: States = {}
+        self._autocast: list[tuple[str, bool, torch.dtype]] = []
+
+    def watch(self, outputs: list[Tensor]) -> None:
+        """Keep the gradients that arrive at the outputs, and at what outlives the forward within."""
+        with torch._C.DisableTorchFunction():  # an engine's mode is on, which follows the hooks of users
+            for tensor in outputs:
+                place = len(self.grads)
+                self.grads.append(None)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
+            for number, tensor in self.inner.alive(outputs).items():
+                _settled(tensor).register_hook(functools.partial(self.inner_grads.__setitem__, number))
+        self.inner = Inner()
+
+    def _keep(self, place: int, grad: Tensor) -> None:
+        before = self.grads[place]
+        self.grads[place] = grad if before is None else before + grad
+
+    def computed_again(self, args: Any, kwargs: Any) -> None:
+        """The recomputation begins: the arguments, random state and autocast of the forward are at hand."""
+        self.arguments = map_tensors((args, kwargs), _fresh)
+        devices = {t.device for t in nested_tensors((args, kwargs)) if t.device.type not in ("cpu", "meta")}
+        self._random = random_states(*devices)
+        kinds = ["cpu", *{d.type for d in devices}]
+        self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+    def can_replay(self) -> bool:
+        return self.arguments is not None and self.calls == 1 and any(g is not None for g in self.grads)
+
+    def run(self) -> None:
+        """Forward and backward again; what the pass records goes wherever the backward sends it."""
+        assert self.arguments is not None
+        args, kwargs = map_tensors(self.arguments, _fresh)
+        self.inner = Inner(self.inner_grads)
+        now = random_states(*self._random)
+        set_random_states(self._random)
+        try:
+            with torch.enable_grad():
+                out = _under(self._autocast, lambda: self.module(*args, **kwargs))
+        finally:
+            set_random_states(now)
+        pairs = [
+            (t, g) for t, g in zip(nested_tensors(out), self.grads, strict=True) if g is not None and t.requires_grad
+        ]
+        for number, whole in self.inner_grads.items():
+            tensor = self.inner.held.get(number)
+            if tensor is None or not tensor.requires_grad or tensor.shape != whole.shape:
+                raise StepError(_unrepeated(self.path, "other tensors were made in it the second time"))
+            _settled(tensor).register_hook(functools.partial(_instead, whole))
+            pairs.append((tensor, torch.zeros_like(whole)))  # so that the backward comes there in any case
+        self.inner = Inner()
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+class Replayed(ParameterUse):
+    """A use whose norms are known and whose data was dropped: the block gives its clipped sum."""
+
+    route = "two backwards"
+
+    def __init__(self, use: ParameterUse, block: Block, replay: Callable[[Block, Tensor], dict[Part, Tensor]]) -> None:
+        super().__init__(use.operand, use.batch, use.name)
+        self.block, self.replay, self.part, self._norm_sq = block, replay, part_of(use.operand), use.norm_sq()
+
+    def norm_sq(self) -> Tensor:
+        return self._norm_sq
+
+    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
+        return self.replay(self.block, factors)[self.part]
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        rows = []
+        for b in range(low, high):  # one run of the block a sample: for tests and small models
+            one = torch.zeros(self.batch, device=self.operand.device, dtype=torch.float32)
+            one[b] = 1.0
+            rows.append(self.replay(self.block, one)[self.part])
+        return torch.stack(rows)
+
+
+class Rerun:
+    """The block that runs a second time, if one does, and what takes its uses."""
+
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.collect: Callable[[ParameterUse], None] | None = None
+
+
+class Replays:
+    """The blocks of one forward, and the sums that their second runs give."""
+
+    def __init__(self, rerun: Rerun) -> None:
+        self.rerun = rerun
+        self.blocks: dict[str, Block] = {}
+        self._last: tuple[Block, Tensor, dict[Part, Tensor]] | None = None  # of one block at a time
+
+    def entered(self, path: str, module: nn.Module) -> Block:
+        """A module under checkpointing is called in the forward."""
+        block = self.blocks.get(path)
+        if block is None:
+            block = self.blocks[path] = Block(path, module)
+        else:
+            block.calls += 1  # which of its calls is computed again cannot be told: kept as any use
+        return block
+
+    def block_of(self, path: str) -> Block | None:
+        """The block in which a call stands."""
+        found = [b for b in self.blocks.values() if path == b.path or path.startswith(b.path + ".")]
+        return found[0] if len(found) == 1 else None
+
+    def drop_data(self, use: ParameterUse, path: str, uses_of: dict[int, list[tuple[int, int]]]) -> ParameterUse:
+        """The use with its norms taken and its data dropped, where its block can run again."""
+        block = self.block_of(path)
+        if block is None or not block.can_replay() or not _shares_nothing(use.operand, uses_of):
+            return use
+        replayed = Replayed(use, block, self.sums)
+        block.norm_sq[replayed.part] = replayed.norm_sq()
+        return replayed
+
+    def sums(self, block: Block, factors: Tensor) -> dict[Part, Tensor]:
+        """Clipped sums of all uses in the block, by one more run of it."""
+        if self._last is not None and self._last[0] is block and self._last[1] is factors:
+            return self._last[2]
+        found: dict[Part, Tensor] = {}
+        self._last = None
+        low = any(enabled for _, enabled, _ in block._autocast)
+
+        def collect(use: ParameterUse) -> None:
+            part = part_of(use.operand)
+            before = block.norm_sq.get(part)
+            if before is not None:
+                now = use.norm_sq()
+                _check_same(block, use.name, before, now, low or use.operand.dtype.itemsize < 4)
+                found[part] = use.clipped_sum(factors.to(before.device) * _at_most(before, now))
+
+        self.rerun.collect, self.rerun.block = collect, block
+        try:
+            block.run()
+        finally:
+            self.rerun.collect, self.rerun.block = None, None
+        if found.keys() != block.norm_sq.keys():
+            raise StepError(_unrepeated(block.path, "parameters that it used before had no gradient the second time"))
+        self._last = (block, factors, found)
+        return found
+
+
+def _shares_nothing(operand: Tensor, uses_of: dict[int, list[tuple[int, int]]]) -> bool:
+    """Whether the operand is a parameter, or a slice of one, none of whose elements another call used."""
+    leaves, link = leaves_of(operand), link_of(operand)
+    if len(leaves) != 1 or not (link is None or link.isometric):
+        return False
+    start, stop = span_of(operand, leaves[0])
+    if link is not None and (start, stop) == (0, max(leaves[0].numel() - 1, 0)):
+        return False  # a whole parameter seen otherwise: no slice
+    return sum(start <= last and first <= stop for first, last in uses_of.get(id(leaves[0]), ())) == 1
+
+
+def _check_same(block: Block, name: str, before: Tensor, now: Tensor, low_precision: bool) -> None:
+    """Raises StepError where squared norms [B] of one use are not those of the first backward."""
+    own, whole = APART_16_BIT if low_precision else APART
+    finite = torch.isfinite(before)
+    root = before.sqrt()
+    off = torch.where(finite, (now.sqrt() - root).abs(), torch.zeros_like(root))
+    all_uses = sum((n.to(before.device) for n in block.norm_sq.values()), torch.zeros_like(before)).sqrt()
+    if bool((finite != torch.isfinite(now)).any()) or bool((off > own * root + whole * all_uses).any()):
+        known = off[torch.isfinite(off)]
+        by = f"by up to {float(known.max()):.3g}" if len(known) else "and are not finite"
+        raise StepError(_unrepeated(block.path, f"the norms of samples at {name}() differ {by}"))
+
+
+def _unrepeated(path: str, what: str) -> str:
+    return (
+        f"checkpointed block '{path}' was run backward a second time, as memory_budget= asks, and gave another "
+        f"gradient: {what}. A block that draws random numbers outside torch's generators does so, and one where the "
+        "loss takes a tensor from within that no torch function returned (of a custom autograd function): return that "
+        "tensor from the block, make the block repeat itself, or leave out memory_budget="
+    )
+
+
+def _settled(tensor: Tensor) -> Tensor:
+    """Itself: of a view whose base was written to, torch makes the node when it is asked for (a hook alone crashes)."""
+    assert tensor.grad_fn is not None
+    return tensor
+
+
+def _instead(whole: Tensor, _: Tensor) -> Tensor:
+    """The hook that puts a gradient in the place of the one that arrives."""
+    return whole
+
+
+def _at_most(before: Tensor, now: Tensor) -> Tensor:
+    """Factors [B] that bring norms back to what they were, where they grew; 1 where they did not."""
+    grown = now > before * (1 + SAME)
+    ratio = torch.where(grown | ~torch.isfinite(now), (before / now).sqrt(), torch.ones_like(now))
+    return torch.where(torch.isfinite(ratio), ratio, torch.zeros_like(ratio)).float()
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A leaf, so that backward ends here; what is differentiable stays so, for the same calls to be captured."""
+    return tensor.detach().requires_grad_(tensor.requires_grad and tensor.is_floating_point())
+
+
+def _under(autocast: list[tuple[str, bool, torch.dtype]], run: Callable[[], Any]) -> Any:
+    if not autocast:
+        return run()
+    kind, enabled, dtype = autocast[0]
+    with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        return _under(autocast[1:], run)

@@ -1,0 +1,366 @@
+"""Reuses the arrangement of the previous backward if the same calls arrive with the same shapes.
+
+Between two batches of equal shapes nothing changes but numbers: the same calls arrive in the same order, their uses
+take the same routes and are taken together in the same bundles. So the arrangement of a backward is kept, and of the
+next one only the data. As soon as another call arrives than is expected, all that was kept is recorded use by use.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..grad_sample.captured_call import Captured, Given
+from ..grad_sample.conv import Conv
+from ..grad_sample.embedding import Lookup
+from ..grad_sample.held_bytes import versions
+from ..grad_sample.linear import Matmul, by_address
+from ..grad_sample.parameter_links import leaves_of
+from ..grad_sample.parameter_use import ParameterUse, Positioned, Stored
+from ..grad_sample.timing import Clock
+from ..ops import registry
+from .explain import Plan
+from .foreach import Abreast, Bundle
+from .forward_record import ForwardRecord
+from .gradients import Arranged, Gradients, places_of, settled, written_to
+
+DATA: dict[type[ParameterUse], tuple[str, ...]] = {
+    Matmul: ("a", "g"),
+    Conv: ("x", "g"),
+    Lookup: ("ids", "g"),
+    Stored: ("grads",),
+}
+_GONE = torch.empty(0)
+Lasting = Callable[[], None]  # raises StepError once the data of a replay is overwritten
+
+
+class Template(NamedTuple):
+    """A use without its data. places: of its data among all data of a backward."""
+
+    use: ParameterUse
+    places: dict[str, int]
+
+
+def template_of(use: ParameterUse, first: int) -> Template:
+    """Of a use whose data are the `first` and those behind it."""
+    empty, names = copy.copy(use), DATA[type(use)]
+    for name in names:
+        setattr(empty, name, _GONE)
+    empty.clock, empty.shared = None, False
+    if isinstance(empty, Matmul):
+        empty.bound = empty.filled = None
+    return Template(empty, {name: first + number for number, name in enumerate(names)})
+
+
+class Repeated(Gradients):
+    """The gradients of the first samples of a backward whose uses are known: they are filled with its data when they
+    are asked for, and those that are taken together never one by one.
+
+    templates, data: of the backward before, and what this one gave. size: its samples. lasting: asked before any data
+    is read. timed: measure the time of each use.
+    """
+
+    def __init__(
+        self, templates: Sequence[Template], data: Sequence[Tensor], samples: int, size: int, scale: float,
+        of: dict[int, list[int]], arranged: Arranged, lasting: Lasting | None = None, timed: bool = False,
+    ) -> None:  # fmt: skip
+        self._templates, self._data, self._samples, self._size = templates, list(data), samples, size
+        self._of, self._filled, self._lasting = of, dict[int, ParameterUse](), lasting
+        self.clocks: list[Clock | None] = [None] * len(templates)  # of the uses
+        self._timed = timed
+        self._take(samples, scale, templates[0].use.operand.device, None, arranged)
+        self._versions = [tensor._version for tensor in self._data]
+
+    def check_unwritten(self) -> None:
+        for template in self._templates:
+            for number in template.places.values():
+                tensor = self._data[number]
+                if tensor is not _GONE and tensor._version != self._versions[number]:
+                    raise written_to(template.use.name)
+
+    @property
+    def uses(self) -> list[ParameterUse]:
+        return [self.use(place) for place in range(len(self._templates))]
+
+    def bundles(self, parameters: Sequence[Tensor]) -> list[Bundle | Abreast]:
+        self._check()
+        return super().bundles(parameters)
+
+    def _check(self) -> None:
+        if self._lasting is not None:
+            self._lasting()
+
+    def clock(self, place: int) -> Clock | None:
+        """That of a use."""
+        if self._timed and self.clocks[place] is None:
+            self.clocks[place] = Clock(self._templates[place].use.operand.device)
+        return self.clocks[place]
+
+    def use(self, place: int) -> ParameterUse:
+        self._check()
+        if place not in self._filled:
+            template = self._templates[place]
+            use = self._filled[place] = object.__new__(type(template.use))
+            use.__dict__.update(template.use.__dict__)
+            for name, number in template.places.items():
+                rows = self._data[number]
+                setattr(use, name, rows if self._samples == self._size else rows[: self._samples])
+            use.batch, use.clock = self._samples, self.clock(place)
+        return self._filled[place]
+
+    def take(self, place: int, use: ParameterUse) -> None:
+        """This is the use."""
+        use.clock, use.shared = self.clock(place), self._templates[place].use.shared
+        self._filled[place] = use
+
+    def drop(self, place: int) -> None:
+        self._filled.pop(place, None)
+        for number in self._templates[place].places.values():
+            self._data[number] = _GONE
+
+    def _bundle(self, kind: type[Bundle] | type[Abreast], members: list[tuple[Tensor, int]]) -> Bundle | Abreast:
+        parameters = [parameter for parameter, _ in members]
+        templates = [self._templates[place] for _, place in members]
+        clock = Clock(parameters[0].device, len(members)) if self._timed else None
+        for _, place in members if self._timed else ():
+            self.clocks[place] = clock
+        sides = [[self._data[t.places[name]] for t in templates] for name in templates[0].places]
+        if kind is Bundle:
+            rows = [side if side.dim() == 2 else side.reshape(side.size(0), -1) for side in sides[0]]
+            whole = torch.cat([row.to(rows[0].device) for row in rows], 1)
+            return Bundle(parameters, whole if self._samples == self._size else whole[: self._samples], clock)
+        first = self.use(members[0][1])
+        if not isinstance(first, Positioned) or _by_address(first):
+            return Abreast.of([(p, self.use(place)) for p, place in members])
+        joined = [self._of_samples(torch.cat(side), len(templates)) for side in sides]
+        return Abreast(parameters, first.joined(*joined), clock)
+
+    def _of_samples(self, rows: Tensor, count: int) -> Tensor:
+        """Of `count` uses by all samples of the replay, one after the other: without the padding of each."""
+        if self._samples == self._size:
+            return rows
+        return rows.unflatten(0, (count, self._size))[:, : self._samples].flatten(0, 1)
+
+
+def _by_address(use: Positioned) -> bool:
+    """Whether kernels find the data of equal uses where they lie."""
+    return use.product() is not None if isinstance(use, Conv) else isinstance(use, Matmul) and by_address(use.a, use.g)
+
+
+class Arrived(NamedTuple):
+    """What gave uses: a call that is known by its rows, or the use of another call.
+
+    together: what calls whose rows are computed together have in common (`Captured.together`).
+    """
+
+    what: Captured | ParameterUse
+    uses: int
+    together: Any
+
+
+class Kept:
+    """What a call gave within a backward that is like the one before: the rows of its uses, or what these are made of
+    at its end."""
+
+    __slots__ = ("call", "given", "use", "rows", "version")
+
+    def __init__(
+        self, call: Captured | None, given: Given | None, use: ParameterUse | None, rows: Sequence[Tensor] | None
+    ) -> None:
+        self.call, self.given, self.use, self.rows = call, given, use, rows
+        self.version = self.versions()
+
+    def holds(self) -> Sequence[Tensor]:
+        if self.rows is not None:
+            return self.rows
+        assert self.given is not None
+        return (*self.given[1], *self.given[2])
+
+    def own_rows(self) -> Any:
+        """Its rows, computed alone if they wait for others."""
+        if self.rows is not None:
+            return self.rows
+        assert self.call is not None and self.given is not None
+        return self.call.rows(*self.given)
+
+    @property
+    def name(self) -> str:
+        found = self.call or self.use
+        assert found is not None
+        return found.name
+
+    def versions(self) -> int:
+        return versions(self.holds())
+
+
+def _kind(use: ParameterUse) -> Any:
+    """What must be the same of a use whose call is not known."""
+    leaves = leaves_of(use.operand)
+    own = use.operand is leaves[0]
+    rows = [(t.shape, t.dtype, t.device, t.stride()) for t in _data(use)]
+    geometry = getattr(use, "geometry", None)
+    return type(use), own, tuple(map(id, leaves)), use.operand.shape, use.shape, geometry, rows
+
+
+def _data(use: ParameterUse) -> list[Tensor]:
+    return [getattr(use, name) for name in DATA[type(use)]]
+
+
+class Like:
+    """What a backward was, for one that is like it.
+
+    calls: what arrived, in order.
+    """
+
+    def __init__(self, calls: Sequence[Arrived], gradients: Gradients) -> None:
+        self._calls = [call if isinstance(call, Captured) else None for call, _, _ in calls]
+        self._kinds = [None if isinstance(call, Captured) else _kind(call) for call, _, _ in calls]
+        self._places = list(itertools.accumulate((count for _, count, _ in calls), initial=0))  # of the uses of each
+        groups: dict[Any, list[int]] = {}
+        for place, (_, _, kind) in enumerate(calls):
+            if kind is not None:
+                groups.setdefault(kind, []).append(place)
+        self._together = [places for places in groups.values() if len(places) > 1]  # whose rows are computed at the end
+        self._late = {place for places in self._together for place in places}
+        self._batch, self._changes = gradients.batch, registry.changes()
+        self._templates: list[Template] = []
+        count = 0
+        for use in gradients.uses:
+            self._templates.append(template_of(use, count))
+            count += len(self._templates[-1].places)
+        self._of = places_of([template.use for template in self._templates])
+        for template in self._templates:  # of what is made of parameters anew in every step, nothing is held
+            template.use.operand = leaves_of(template.use.operand)[0]
+        self._arranged = gradients.arranged
+        self._timed = gradients.uses[0].clock is not None
+        self._plan = gradients.plan = Plan(gradients)
+
+    @property
+    def holds(self) -> bool:
+        """Whether routes are what they were."""
+        return self._changes == registry.changes()
+
+    def kept(self, place: int, call: Captured, given: Given) -> Kept | None:
+        """What this call gives, if it is what arrived at that place."""
+        if place == len(self._calls) or self._calls[place] is not call:
+            return None
+        return Kept(call, given, None, None if place in self._late else call.rows(*given))
+
+    def expects(self, place: int, kept: Kept) -> bool:
+        """Whether this use is what arrived at that place."""
+        if place == len(self._calls) or self._calls[place] is not None or kept.use is None:
+            return False
+        return bool(self._kinds[place] == _kind(kept.use))
+
+    def same(self, kept: Sequence[Kept], batch: int | None) -> bool:
+        """Whether all has arrived."""
+        return len(kept) == len(self._calls) and batch == self._batch
+
+    def leaves(self) -> Collection[int]:
+        """Ids of the parameters that are used."""
+        return self._of.keys()
+
+    def gradients(self, kept: Sequence[Kept], scale: float) -> Repeated:
+        """Those of a backward that gave these rows."""
+        for places in self._together:
+            some = [kept[place] for place in places]
+            assert some[0].call is not None
+            for each, own in zip(some, some[0].call.rows_together([e.given for e in some if e.given]), strict=True):
+                each.rows = own
+        rows = [row for each in kept for row in each.rows or ()]
+        found = Repeated(
+            self._templates, rows, self._batch, self._batch, scale, self._of, self._arranged, timed=self._timed
+        )
+        for each, place in zip(kept, self._places, strict=False):
+            if each.use is not None:
+                found.take(place, each.use)
+        found.plan = self._plan.again(found.clocks)
+        return found
+
+
+def like(tape: ForwardRecord, gradients: Gradients) -> Like | None:
+    """What the backward was that gave these. None if the next one must be recorded use by use: uses were joined, or are
+    of kinds whose data is not known, or do not hold what their calls gave."""
+    if not tape.calls or gradients.people is not None or len(gradients.uses) != len(tape.uses):
+        return None
+    for use, recorded in zip(gradients.uses, tape.uses, strict=True):
+        if use is not recorded or type(use) not in DATA or isinstance(use, Matmul) and use.filled is not None:
+            return None
+    return Like(tape.calls, gradients)
+
+
+def _gives(uses: Sequence[ParameterUse | None], rows: Sequence[Tensor]) -> bool:
+    """Whether the data of these uses are these rows."""
+    data = [getattr(use, name) for use in uses for name in DATA.get(type(use), ())]  # type: ignore[arg-type]
+    return len(data) == len(rows) and all(a is b for a, b in zip(data, rows, strict=True))
+
+
+# ---------------------------------------------------------------------- what a backward does with what arrives
+
+Record = Callable[[ParameterUse], None]  # keeps a use until the end of backward
+
+
+def begin(tape: ForwardRecord, before: Like | None, repeats: bool) -> None:
+    """A backward begins, and may be like the one before. repeats: whether the next one may be like this one, too."""
+    if not repeats or tape.early is not None:
+        tape.calls = None
+    elif before is not None and before.holds:
+        tape.like = before
+
+
+def is_like(tape: ForwardRecord, current: Collection[int]) -> bool:
+    """Whether the backward was like the one before to its end. current: ids of the model's parameters."""
+    if tape.like is None or tape.people is not None:
+        return False
+    return bool(tape.like.same(tape.kept, tape.batch) and tape.like.leaves() <= current)
+
+
+def keep_call(tape: ForwardRecord, call: Captured, given: Given, record: Record) -> bool:
+    """Whether this call is what arrived here in the backward before: then its data is kept."""
+    if tape.like is None:
+        return False
+    return _keep(tape, tape.like.kept(len(tape.kept), call, given), record)
+
+
+def keep_use(tape: ForwardRecord, use: ParameterUse, record: Record) -> bool:
+    """The same of a use of another call."""
+    if tape.like is None:
+        return False
+    kept = Kept(None, None, use, _data(use)) if type(use) in DATA and settled(use) is use else None
+    return _keep(tape, kept if kept is not None and tape.like.expects(len(tape.kept), kept) else None, record)
+
+
+def _keep(tape: ForwardRecord, kept: Kept | None, record: Record) -> bool:
+    if kept is None:
+        record_kept(tape, record)
+        return False
+    tape.kept.append(kept)
+    tape.streams.note(kept, kept.holds()[0].device)
+    return True
+
+
+def record_call(tape: ForwardRecord, call: Captured, given: Given, rows: Any) -> None:
+    """Record a call use by use, and note what it is for the next backward."""
+    first, calls = len(tape.uses), tape.calls
+    count = 0 if calls is None else len(calls)
+    call.record_rows(given[0], rows)
+    if calls is not None:
+        calls[count:] = [Arrived(call, len(tape.uses) - first, call.together(*given))]
+        tape.calls = calls if _gives(tape.uses[first:], rows) else None
+
+
+def record_kept(tape: ForwardRecord, record: Record) -> None:
+    """What was kept is recorded use by use, as this backward is another than the one before."""
+    kept, tape.kept, tape.like = tape.kept, [], None
+    for each in kept:
+        if each.versions() != each.version:
+            raise written_to(each.name)
+        if each.use is not None:
+            record(each.use)
+        else:
+            record_call(tape, each.call, each.given, each.own_rows())

@@ -1,0 +1,109 @@
+"""State shared by an engine's forward passes, loss tracking and backward passes.
+
+Passes of capture write to it, the modes that follow a loss ask it, and `fastdp.engine.forward` makes it of a model.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch_axis.batch_slices import unequally_written
+from ..batch_axis.generations import Generation
+from ..batch_axis.inputs import Batching
+from ..batch_axis.layout import Layout
+from ..batch_axis.python_reads import PythonReads
+from ..batch_axis.python_sizes import Sizes
+from ..batch_axis.row_groups import People
+from ..errors import SampleMixingError
+from ..grad_sample.planner import Planner
+from .backward import Backward
+from .call_cache import Memo
+from .hook_watch import Owner
+
+
+class Running(threading.local):
+    """The forwards that run in this thread. entered: one entry for each module's; active: the pass that is on."""
+
+    def __init__(self) -> None:
+        self.entered: list[Any] = []  # a pass, a block that may run again, an evaluation, or None
+        self.active: Any = None  # fastdp.engine.capture.Pass
+
+
+class Engine:
+    """One model's engine."""
+
+    def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
+        self.model, self.backward, self.batching = model, backward, batching
+        batching.bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
+        self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
+        with torch.enable_grad():  # where autograd would add up the token's gradient
+            self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.memo, self.reads, self.sizes = Memo(), PythonReads(model), Sizes()
+        # stands for the engine, in the moments of its batches
+        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
+        self.running = Running()
+        self.batch = 0  # of the last forward
+        self.people: People | None = None  # whose its records are, if a sample is a group of them
+
+    @property
+    def planner(self) -> Planner:
+        """Chooses the routes of uses."""
+        return self.backward.planner
+
+    @property
+    def mean(self) -> bool:
+        """Whether the loss is to be a mean over the samples, else a sum."""
+        return self.backward.mean
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a sample is a group of records."""
+        return self.people is not None
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether inputs have one row for each sample, along their first dimension."""
+        return self.batching.dim == 0 and not self.batching.folded
+
+    def backward_begins(self, problem: SampleMixingError | Warning | None, roots: list[Tensor], size: int) -> None:
+        """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
+        self.backward.expect(problem)
+        if self.backward.open_forwards():
+            self.backward.others.loss(roots, size, parameters)
+
+    def judge_writes(self) -> None:
+        """Warn if rows of some samples were written to, and not those of all alike."""
+        why, place = unequally_written(self.batch)
+        if why:
+            self.reads.note(why, None, place)
+
+    # ------------------------------------------------------------------ what hooks and checkpointing call
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward begins."""
+        raise NotImplementedError
+
+    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+        """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
+        raise NotImplementedError
+
+    def again(
+        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Generation
+    ) -> AbstractContextManager[None]:
+        """A pass around a checkpointed region's second forward; values: its arguments, with the layouts of the first
+        ones, of the first forward's moment."""
+        raise NotImplementedError
+
+
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # that are attached to a model
+
+
+def parameters() -> set[int]:
+    """Ids of the parameters of all models that have an engine."""
+    return {key for engine in ENGINES for key in engine.backward.tracked.current()}

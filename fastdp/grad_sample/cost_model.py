@@ -1,0 +1,299 @@
+"""Predicts how long the operations of a private step take on a device, from a few measured constants.
+
+A job's time is a sum of four terms with non-negative constants: a call, its arithmetic, its arithmetic over
+the smallest side of the product (thin products run below the peak), and its bytes. The constants are fitted to
+some twenty small probes, once a device in well under a second, and kept in the user's cache folder.
+FASTDP_CALIBRATE=0 takes the constants below instead (so does a machine too busy to measure): then the same shapes take
+the same routes everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..batch_axis.row_groups import Groups
+from . import timing
+
+Constants = dict[str, list[float]]  # job -> seconds a call, a flop, a flop over the smallest side, a byte
+REPEATS = 5
+DEADLINE = 1.0  # seconds: a machine that takes longer is busy, and would tell nothing
+
+
+class Shape(NamedTuple):
+    """A use as a matrix product: T positions of I inputs and O outputs for each of B samples (of a convolution:
+    T output positions, I = inputs of one output element), in groups that do not meet."""
+
+    family: str  # "linear" or "conv"
+    batch: int
+    t: int
+    i: int
+    o: int
+    groups: int = 1
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the per-sample gradients."""
+        return 4 * self.batch * self.i * self.o
+
+    def by_group(self, groups: Groups) -> Shape:
+        """The product by groups of samples: as many positions as a group of average size has."""
+        return self._replace(batch=groups.count, t=-(-self.t * groups.records // max(groups.count, 1)))
+
+
+class Segments(NamedTuple):
+    """A use by routed rows: how many rows of each sample met each of `experts` matrices with I inputs, O outputs."""
+
+    rows: Tensor  # [experts * batch], on the use's device
+    experts: int
+    i: int
+    o: int
+
+    def gram(self) -> Tensor:
+        """Multiply-adds of the norms of each segment by the gram route, or directly where that is less; float64.
+
+        MEASURED: the kernel takes what `linear_norm_sq` takes of as many samples of as many rows, 0.65-1.1 of it.
+        """
+        n = self.rows.double().cpu()
+        return torch.where(n > 1, (n * n * (self.i + self.o) / 2).clamp(max=n * self.i * self.o), 0.0)
+
+    def norm_units(self) -> float:
+        """Multiply-adds of all norms over those of the gradient."""
+        return float(self.gram().sum() / (self.rows.sum().cpu() * self.i * self.o).clamp(min=1))
+
+    def seconds(self, constants: Constants) -> float:
+        """Predicted time of norms and clipped sum; a product for each matrix in the sum."""
+        total, used = int(self.rows.sum()), max(int((self.rows > 0).sum()), 1)
+        each = Shape("linear", self.experts, -(-total // self.experts), self.i, self.o)
+        call, flop, _, byte = constants["linear gram"]
+        norms = call + 2 * float(self.gram().sum()) * flop + 4.0 * total * (self.i + self.o) * byte
+        parts = terms("sum", each._replace(batch=1))
+        return norms + min(self.experts, used) * sum(x * k for x, k in zip(parts, constants["linear sum"], strict=True))
+
+
+def terms(job: str, s: Shape) -> tuple[float, float, float, float]:
+    """(1, flop, flop over the smallest side, bytes) of a job of this shape."""
+    data, weight = 4.0 * s.batch * s.t * (s.i * s.groups + s.o), 4.0 * s.i * s.o
+    if job == "gram":
+        flop, side = float(s.batch * s.t * s.t * (s.i + s.o)), min(s.t, s.i, s.o)
+        return 1.0, flop, flop / max(side, 1), data
+    if job == "weighted":  # the norms of stored gradients, and their weighted sum
+        return 1.0, 0.0, 0.0, 2.0 * s.batch * weight
+    flop = 2.0 * s.batch * s.t * s.i * s.o
+    if job == "sum":
+        return 1.0, flop, flop / max(min(s.i, s.o, s.batch * s.t), 1), 2 * data + weight
+    side = min(s.i, s.o, s.t)
+    return 1.0, flop, flop / max(side, 1), data + (s.batch * weight if job == "per_sample" else 0.0)
+
+
+ROUTES = {"gram": ("gram", "sum"), "direct": ("direct", "sum"), "materialise": ("per_sample", "weighted")}
+
+
+def seconds(route: str, shape: Shape, constants: Constants) -> float:
+    """Predicted time of a use by a route: its norms and its clipped sum."""
+    total = 0.0
+    for job in ROUTES[route]:
+        parts = terms(job, shape)
+        total += sum(x * k for x, k in zip(parts, constants[f"{shape.family} {job}"], strict=True))
+    return total
+
+
+# ---------------------------------------------------------------------- probes
+
+# B, T, I, O of linear probes, and B, C, O, side of the image of convolutions (3x3). They span what uses look like: thin
+# and square, few and many positions, stored gradients within the cache and beyond it. A GPU needs more to be busy.
+_LINEAR = {
+    "cpu": ((4, 32, 64, 64), (4, 128, 256, 256), (2, 256, 128, 512), (8, 64, 512, 8), (8, 128, 384, 96),
+            (1, 300, 500, 200), (8, 32, 512, 512), (8, 8, 1024, 1024)),
+    "cuda": ((8, 128, 768, 768), (8, 512, 768, 3072), (4, 1024, 2048, 2048), (16, 256, 4096, 8), (16, 64, 1024, 1024),
+             (8, 1024, 512, 512), (32, 8, 1024, 1024), (2, 1500, 1000, 600)),
+}  # fmt: skip
+_CONV = {
+    "cpu": ((8, 3, 32, 32), (8, 16, 32, 16), (4, 64, 64, 8), (8, 128, 64, 4), (8, 64, 128, 16), (4, 256, 128, 4)),
+    "cuda": ((8, 3, 64, 64), (16, 32, 64, 32), (32, 64, 64, 28), (32, 128, 128, 14), (32, 256, 256, 7),
+             (64, 512, 256, 4)),
+}  # fmt: skip
+
+
+def _linear_jobs(s: Shape, make: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    a, g, c = make(s.batch, s.t, s.i), make(s.batch, s.t, s.o), make(s.batch).float()
+    kept = ops.linear_per_sample(a, g)
+    return {
+        "gram": lambda: ops.linear_norm_sq(a, g, "gram", dtype=torch.float64),
+        "direct": lambda: ops.linear_norm_sq(a, g, "direct", dtype=torch.float64),
+        "sum": lambda: ops.linear_clipped_sum(a, g, c),
+        "per_sample": lambda: ops.linear_per_sample(a, g),
+        "weighted": lambda: weighted(kept, c),
+    }
+
+
+def _conv_jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    x, g, c = make(s.batch, s.i // 9, side, side), make(s.batch, s.o, side, side), make(s.batch).float()
+    kept = ops.conv_per_sample(x, g, 3, padding=1)
+    return {
+        "gram": lambda: ops.conv_norm_sq(x, g, 3, padding=1, method="gram", dtype=torch.float64),
+        "direct": lambda: ops.conv_norm_sq(x, g, 3, padding=1, method="direct", dtype=torch.float64),
+        "sum": lambda: ops.conv_clipped_sum(x, g, c, 3, padding=1),
+        "per_sample": lambda: ops.conv_per_sample(x, g, 3, padding=1),
+        "weighted": lambda: weighted(kept, c),
+    }
+
+
+def weighted(kept: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.square_sum(kept), ops.weighted_sum(kept, factors)
+
+
+def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, deadline: float = DEADLINE) -> Constants | None:
+    """Measure the probes and fit the constants; None where that takes longer than the deadline (seconds).
+
+    What a GPU's kernels take to be compiled at their first call is not counted.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    found: dict[str, list[tuple[tuple[float, ...], float]]] = {}
+    spent = 0.0
+    for shape, jobs in _probes(device.type, make):
+        for job, run in jobs.items():
+            if device.type == "cuda":
+                run()
+                torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            found.setdefault(f"{shape.family} {job}", []).append((terms(job, shape), measure(run, device)))
+            spent += time.perf_counter() - begin
+            if spent > deadline:
+                return None
+    return {job: fit([x for x, _ in rows], [t for _, t in rows]) for job, rows in found.items()}
+
+
+def _probes(kind: str, make: Callable[..., Tensor]) -> Iterator[tuple[Shape, dict[str, Callable[[], object]]]]:
+    """Shapes and their jobs, one at a time."""
+    for size in _LINEAR[kind]:
+        shape = Shape("linear", *size)
+        yield shape, _linear_jobs(shape, make)
+    for b, c, o, side in _CONV[kind]:
+        shape = Shape("conv", b, side * side, 9 * c, o)
+        yield shape, _conv_jobs(shape, side, make)
+
+
+def measure(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Seconds of a call: the least of several, which other processes disturb least."""
+    run()
+    return min(timing.seconds(run, device) for _ in range(repeats))
+
+
+def fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """Non-negative k with rows k = times, least squares of the relative errors, by coordinate descent."""
+    x = [[value / t for value in row] for row, t in zip(rows, times, strict=True)]
+    width = len(x[0])
+    k = [0.0] * width
+    left = [1.0] * len(x)  # 1 - x k
+    for _ in range(400):
+        for j in range(width):
+            square = sum(row[j] * row[j] for row in x)
+            if square == 0:
+                continue
+            new = max(0.0, k[j] + sum(row[j] * r for row, r in zip(x, left, strict=True)) / square)
+            left = [r - row[j] * (new - k[j]) for row, r in zip(x, left, strict=True)]
+            k[j] = new
+    return k
+
+
+# ---------------------------------------------------------------------- kept constants
+
+# Two cores of an Intel Xeon (AVX-512), torch 2.13: what a device is taken for when nothing may be measured.
+DEFAULT: Constants = {
+    "linear gram": [2.4e-05, 4.6e-12, 0.0, 6.0e-11],
+    "linear direct": [1.9e-05, 4.2e-12, 3.7e-11, 0.0],
+    "linear sum": [3.0e-05, 3.7e-12, 0.0, 1.0e-11],
+    "linear per_sample": [8.4e-06, 3.9e-12, 2.5e-11, 2.0e-11],
+    "linear weighted": [1.9e-05, 0.0, 0.0, 2.0e-11],
+    "conv gram": [6.9e-05, 6.0e-12, 4.5e-11, 1.0e-10],
+    "conv direct": [5.1e-05, 3.3e-12, 6.5e-11, 7.0e-12],
+    "conv sum": [8.9e-05, 3.4e-12, 0.0, 3.3e-11],
+    "conv per_sample": [4.3e-05, 3.2e-12, 7.5e-12, 4.2e-11],
+    "conv weighted": [2.3e-05, 0.0, 0.0, 1.6e-11],
+}
+# A GPU of H100's class, from its data sheet at a third of its peak in 16 bits; not measured.
+_ON_GPU = {"gram": [3e-5, 4e-15, 1e-13, 1.5e-13], "direct": [3e-5, 4e-15, 1e-13, 1.5e-13],
+           "sum": [2e-5, 3e-15, 5e-14, 1.5e-13], "per_sample": [1e-5, 3e-15, 5e-14, 3.5e-13],
+           "weighted": [2e-5, 0.0, 0.0, 3.5e-13]}  # fmt: skip
+DEFAULTS: dict[str, Constants] = {"cpu": DEFAULT, "cuda": {key: _ON_GPU[key.split()[1]] for key in DEFAULT}}
+
+
+_KEPT: dict[tuple[str, bool], Constants] = {}
+
+
+def keep(device: torch.device, short: bool, known: Constants) -> None:
+    """Take these from now on: a run that is taken up must take the routes it took, whatever would be measured now."""
+    _KEPT[str(device), short] = known
+    _constants.cache_clear()
+
+
+def forget() -> None:
+    """The run is over: what is measured counts again."""
+    _KEPT.clear()
+    _constants.cache_clear()
+
+
+def constants(device: torch.device, short: bool) -> Constants:
+    """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache.
+
+    Where a user has given a kernel (`ops.register_kernel`) they are measured anew, and kept for this process alone.
+    """
+    return _constants(device, short, ops.registry.changes())
+
+
+@functools.cache
+def _constants(device: torch.device, short: bool, changes: int) -> Constants:
+    if (str(device), short) in _KEPT:
+        return _KEPT[str(device), short]
+    if os.environ.get("FASTDP_CALIBRATE", "1") == "0" or device.type not in ("cpu", "cuda"):
+        return DEFAULTS.get(device.type, DEFAULT)
+    if ops.registry.any_own():
+        return _measured(device, short) or DEFAULTS[device.type]
+    path = _path(device, short)
+    try:
+        kept: Constants = json.loads(path.read_text())
+        if set(kept) == set(DEFAULT):
+            return kept
+    except (OSError, ValueError):
+        pass
+    found = _measured(device, short)
+    if found is None:
+        return DEFAULTS[device.type]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(found, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # measured again next time
+    return found
+
+
+def _measured(device: torch.device, short: bool) -> Constants | None:
+    with torch.no_grad():
+        return calibrate(device, torch.bfloat16 if short else torch.float32)
+
+
+def _path(device: torch.device, short: bool) -> Path:
+    """A file for each device, its threads, the versions that decide speed, and the probes."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    served = [f"{key} {op.served_by(device.type)}" for key, op in sorted(ops.registry.OPERATORS.items())]
+    what = (name, torch.get_num_threads(), os.cpu_count(), torch.__version__, short, served, _LINEAR, _CONV)
+    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fastdp" / f"costs-{digest}.json"

@@ -1,0 +1,66 @@
+"""The interface of the capture pass that rules use; `fastdp.engine.capture.Pass` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..batch_axis.layout import Layout
+from .parameter_use import ParameterUse
+from .planner import Planner
+
+
+class ForwardPass(Protocol):
+    """One forward of the model, as seen by the rules of uses."""
+
+    batch: int
+    planner: Planner
+
+    @property
+    def compiling(self) -> bool:
+        """Whether the calls are those of a graph that may be compiled, which is then not seen."""
+
+    @property
+    def path(self) -> str:
+        """The module in whose forward the call stands."""
+
+    def place(self, name: str) -> str:
+        """Function and module, for messages."""
+
+    def names_of(self, tensors: Iterable[Tensor]) -> str:
+        """The parameters that these tensors are, or are made of, for messages."""
+
+    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
+        """A scalar that requires grad, so that backward reaches uses whose data does not."""
+
+    def note_applied(self, applied: Any) -> None:
+        """A captured call was applied (`captured.Applied`)."""
+
+    def begin_record(self, path: str) -> bool:
+        """A captured call's backward begins. Returns whether the gradients of parameters are asked for."""
+
+    def regrouped(self, use: ParameterUse) -> ParameterUse:
+        """A use by records as one by persons, if records are of persons: to plan its storage by."""
+
+    def record(self, use: ParameterUse) -> None:
+        """Keep a use until the end of backward."""
+
+    def arrived(self, call: Any, given: Any) -> None:
+        """Keep the uses of a call that are known by rows of data (`captured.Captured.rows`)."""
+
+    def infer_layout(self, tensor: Tensor) -> Layout | None:
+        """Layout of data of unseen origin."""
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """A tracked parameter, or a tensor derived from tracked parameters."""
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Carries samples."""
+
+    def is_tracked(self, tensor: Tensor) -> bool:
+        """A tracked parameter itself."""
+
+    def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function made of torch calls with its calls seen."""

@@ -1,0 +1,117 @@
+"""The registry of capture rules by torch function, and helpers that rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..batch_axis.batch_positions import WHY, by_place, is_random, rows_alike
+from ..batch_axis.layout import Layout, layout_on, tag_of
+from ..batch_axis.rearrangement import samplewise
+from ..errors import BatchLayoutError, SampleMixingError
+from .forward_pass import ForwardPass
+from .parameter_links import link_of
+
+Rule = Callable[["ForwardPass", Any, tuple[Any, ...], dict[str, Any]], Any]
+USE_RULES: dict[Any, Rule] = {}
+
+
+def use_rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for torch functions: rule(forward_pass, function, args, kwargs) -> result, or NotImplemented."""
+
+    def register(function: Rule) -> Rule:
+        for torch_function in functions:
+            USE_RULES[torch_function] = function
+        return function
+
+    return register
+
+
+def sample_layout(forward_pass: ForwardPass, tensor: Tensor, name: str) -> Layout:
+    """The layout of data that meets a parameter; refuses what cannot be attributed to samples."""
+    return attributed(forward_pass, tensor, tag_of(tensor, forward_pass.batch), name)
+
+
+def attributed(forward_pass: ForwardPass, tensor: Tensor, layout: Layout | None, name: str) -> Layout:
+    """The same of a tensor that this layout is believed of."""
+    layout = layout or forward_pass.infer_layout(tensor)
+    place = forward_pass.place(name)
+    if layout is None:
+        raise BatchLayoutError(
+            f"{place}: cannot tell which rows of an input of shape {tuple(tensor.shape)} belong to which of the "
+            f"{forward_pass.batch} samples: its origin was not seen (a custom autograd function, perhaps). Call the "
+            "model with the samples along the first dimension, or give batch_size= and batch_first=."
+        )
+    if layout.batch > 1 and not layout.mixed and tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+        raise BatchLayoutError(
+            f"{place}: an input of shape {tuple(tensor.shape)} was believed to hold {layout.rows} rows along "
+            f"dimension {layout.dim}: a gap in fastdp's layout rules. Please report the model."
+        )
+    if layout.mixed:
+        raise SampleMixingError(
+            f"{place}: its input depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
+            "for such a model; remove the operation, or use one that works on each sample alone.",
+            layout.mixed,
+        )
+    if layout.is_row_index and layout.batch > 1:
+        raise SampleMixingError(
+            f"{place}: uses the positions of rows in the batch, which depend on the other samples, as data. Use "
+            "positions within a sample.",
+            f"{place} uses positions of rows as data",
+        )
+    return layout
+
+
+def refuse_contraction(forward_pass: ForwardPass, layout: Layout, dim: int, name: str) -> None:
+    """A product that sums over the dimension in which the samples lie."""
+    if layout.batch > 1 and layout.dim == dim:
+        raise SampleMixingError(
+            f"{forward_pass.place(name)}: sums over dimension {dim}, along which the samples lie: each output depends "
+            "on all samples. If the model takes samples along another dimension, transpose its input, or give "
+            "batch_first=False."
+        )
+
+
+def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layout, ndim: int, name: str) -> None:
+    """A parameter with numbers for each row, beside rows whose order other samples decide."""
+    dim = layout.dim - ndim + operand.dim()
+    if layout.batch <= 1 or not 0 <= dim < operand.dim() or operand.size(dim) == 1:
+        return
+    place = forward_pass.place(name)
+    if layout.order is None and layout_on(operand) is None and by_place(operand, dim, layout):
+        what = "a parameter" if forward_pass.is_parameter(operand) else "a constant"
+        raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
+    if (
+        layout.order is None
+        and forward_pass.is_parameter(operand)
+        and layout.alone < 0
+        and not is_random(operand)
+        and not _alike(operand, dim, layout)
+    ):
+        raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
+    if layout.order is not None:
+        raise SampleMixingError(
+            f"{place}: a parameter meets rows by their position, in an order that depends on other samples. Restore "
+            "the order first.",
+            f"{place} meets a parameter with rows whose order depends on the data",
+        )
+
+
+def _alike(operand: Tensor, dim: int, layout: Layout) -> bool:
+    """Whether a parameter, or what is made of it, has the same numbers for all rows of a dimension."""
+    link = link_of(operand)
+    if link is not None and link.kind == "broadcast":
+        above = dim - operand.dim() + link.parent.dim()
+        return above < 0 or link.parent.size(above) == 1 or _alike(link.parent, above, layout)
+    if link is not None and link.kind == "lookup" and link.ids is not None and dim < link.ids.dim():
+        return rows_alike(link.ids, dim, layout)
+    if link is None or link.isometric:  # numbers of its own for each row, also while they happen to be equal
+        return operand.stride(dim) == 0
+    return rows_alike(operand, dim, layout, computed=True)
+
+
+def by_sample(tensor: Tensor, layout: Layout) -> Tensor:
+    """`samplewise`, also in a batch of one, where every row belongs to the one sample."""
+    return tensor.unsqueeze(0) if layout.batch == 1 else samplewise(tensor, layout)

@@ -1,0 +1,248 @@
+"""Conditions under which a recorded step may be replayed (model, torch settings, shapes)."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+import types
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphError
+from ..ops.common import autocast_kinds
+from ..ops.registry import native
+from ..utils.rng_state import random_states, set_random_states
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
+_PLACES = ("_parameters", "_buffers")
+_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+_KINDS = (
+    bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, enum.Enum,
+    functools.partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+)  # fmt: skip
+_OWN = frozenset(nn.Module().__dict__)  # of every module: looked at in other ways
+_DEPTH = 3
+Notes = list[dict[str, Any]]  # of each module, what its attributes are as far as that can be compared
+
+
+def _comparable(value: Any, met: list[Any], depth: int = 0) -> Any:
+    """A value as what can be compared: a number, a word or a function with its type, and lists and dicts of such. What
+    cannot (a tensor, an object) is not looked at. met: takes the lists and dicts."""
+    if isinstance(value, _KINDS):
+        return type(value), value
+    if depth < _DEPTH and type(value) is dict:
+        met.append(value)
+        return {key: _comparable(each, met, depth + 1) for key, each in value.items()}
+    if depth < _DEPTH and type(value) in (list, tuple):
+        if type(value) is list:
+            met.append(value)
+        return [_comparable(each, met, depth + 1) for each in value]
+    return None
+
+
+def notes_of(model: nn.Module) -> Notes:
+    """The attributes of all modules."""
+    return [_attributes(module, []) for module in model.modules()]
+
+
+def _attributes(module: nn.Module, met: list[Any]) -> dict[str, Any]:
+    found = module.__dict__.items()
+    return {name: _comparable(value, met) for name, value in found if name not in _OWN or name == "forward"}
+
+
+def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
+    """The numbers of modules and the names of attributes that differ."""
+    return [
+        (number, name)
+        for number, (a, b) in enumerate(zip(before, now, strict=True))
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    ]
+
+
+class _Standing:
+    """What stands in dicts and lists, as csrc/python/standing.cpp compares it: by identity, and kept alive, so that no
+    other object has its id."""
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = owners
+        self._alive = [self._values(owner) for owner in owners]
+
+    @staticmethod
+    def _values(owner: Any) -> list[Any]:
+        return [each for pair in owner.items() for each in pair] if isinstance(owner, dict) else list(owner)
+
+    def same(self) -> bool:
+        """Whether all are the very objects that they were, in the same order."""
+        for owner, values in zip(self._owners, self._alive, strict=True):
+            now = self._values(owner)
+            if len(now) != len(values) or any(a is not b for a, b in zip(now, values, strict=True)):
+                return False
+        return True
+
+
+def _standing(owners: list[Any]) -> Any:
+    module = native()
+    return _Standing(owners) if isinstance(module, str) else module.Standing(owners)
+
+
+class Guards:
+    """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is.
+
+    constants: memory of tensors that a recording takes; written: attributes that a forward writes (the length of the
+    last batch), which tell nothing of the next.
+    """
+
+    def __init__(
+        self, model: nn.Module, constants: Collection[int] = (), written: Collection[tuple[int, str]] = ()
+    ) -> None:
+        self.model, self._written = model, frozenset(written)
+        self._modules = [(path, module, module.training) for path, module in model.named_modules()]
+        self._parts = [self._part(module) for _, module, _ in self._modules]
+        self._held: list[tuple[dict[str, Any], str, str, Tensor, Any, bool]] = []
+        self._absent: list[tuple[dict[str, Any], str, str]] = []
+        for path, module, _ in self._modules:
+            for place in (module._parameters, module._buffers):
+                for name, tensor in place.items():
+                    full = f"{path}.{name}" if path else name
+                    if tensor is None:
+                        self._absent.append((place, name, full))
+                    else:
+                        self._held.append((place, name, full, tensor, _lies(tensor), tensor.requires_grad))
+        self._torch = _state_of_torch()
+        self._attributes = self._look()
+        owners: list[Any] = [*self._dicts, *self._lists]
+        self._tensors = [
+            (owner, key, value)
+            for owner in owners
+            for key, value in (owner.items() if isinstance(owner, dict) else enumerate(owner))
+            if isinstance(value, Tensor) and value.layout == torch.strided and _memory(value) in constants
+        ]
+
+    @staticmethod
+    def _part(module: nn.Module) -> list[Any]:
+        """Its class, hooks and modules, and how many parameters and buffers it has."""
+        found = [value for name in _HOOKS for value in getattr(module, name).values()]
+        counts = [len(getattr(module, name)) for name in _PLACES]
+        return [type(module), type(module).forward, *found, *counts]
+
+    def _look(self) -> Notes:
+        """What tells at a glance that nothing has changed: each module's attributes are the very objects that they
+        were, and its dicts hold what they held."""
+        met: list[Any] = []
+        notes = [_attributes(module, met) for _, module, _ in self._modules]
+        dicts = [getattr(module, name) for _, module, _ in self._modules for name in _HOOKS]
+        own = [module.__dict__ for _, module, _ in self._modules]
+        self._dicts = [*own, *[each for each in met if isinstance(each, dict)]]
+        self._lists = [each for each in met if isinstance(each, list)]
+        self._empty = [found for found in dicts if not found]
+        self._filled = [found for found in dicts if found]
+        self._places = [getattr(module, name) for _, module, _ in self._modules for name in _PLACES]
+        self._standing = _standing([*self._dicts, *self._filled, *self._lists])
+        self._seen = self._glance()
+        return notes
+
+    def _glance(self) -> list[Any]:
+        return [
+            any(self._empty), list(map(len, self._places)), [type(module).forward for _, module, _ in self._modules],
+        ]  # fmt: skip
+
+    def held(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        return {full: tensor for _, _, full, tensor, _, _ in self._held}
+
+    def changed(self) -> str:
+        for place, name, full in self._absent:
+            if place.get(name) is not None:
+                return f"'{full}' was None"
+        native_module = native()
+        known = not isinstance(native_module, str) and native_module.all_as_they_were(self._held)
+        for place, name, full, tensor, lies, requires_grad in () if known else self._held:
+            if place.get(name) is not tensor or _lies(tensor) != lies:
+                return f"'{full}' is another tensor, or lies in other memory"
+            if tensor.requires_grad != requires_grad:
+                return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                return f"'{full}' has a hook on its gradient"
+        if not self._standing.same() or self._glance() != self._seen:
+            if why := next((why for number in range(len(self._modules)) if (why := self._differs(number))), ""):
+                return why
+            self._look()
+        for owner, key, tensor in self._tensors:
+            now = owner.get(key) if isinstance(owner, dict) else owner[key] if key < len(owner) else None
+            if now is not tensor:
+                return f"a tensor that a module keeps ('{key}') is another"
+        return "" if _state_of_torch() == self._torch else "autocast, or another mode of torch, is another"
+
+    def _differs(self, number: int) -> str:
+        """What is another of a module, "" if nothing is."""
+        path, module, training = self._modules[number]
+        if module.training != training:
+            return f"module '{path}' is in {'training' if module.training else 'evaluation'} mode"
+        now, before = self._part(module), self._parts[number]
+        if len(now) != len(before) or any(a is not b and a != b for a, b in zip(now, before, strict=True)):
+            return f"module '{path}' has got or lost hooks, parameters or modules, or is of another class"
+        attributes, known = _attributes(module, []), self._attributes[number]
+        for name in {**attributes, **known}:
+            if (number, name) not in self._written and attributes.get(name) != known.get(name):
+                return f"module '{path}' has another '{name}'"
+        return ""
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _lies(tensor: Tensor) -> Any:
+    """Where, and how, its numbers lie."""
+    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
+
+
+def _state_of_torch() -> tuple[Any, ...]:
+    return (
+        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_kinds()],
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+        *[tuple(getattr(nn.modules.module, name).values()) for name in _GLOBAL],
+    )  # fmt: skip
+
+
+class Outside:
+    """The state beside torch's tensors that a recording must leave alone: random numbers and buffers."""
+
+    def __init__(self, held: dict[str, Tensor], device: torch.device) -> None:
+        self._device = device
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._torch = random_states(device)
+        self._held = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in held.items()
+                      if not isinstance(tensor, nn.Parameter)}  # fmt: skip
+
+    def moved(self) -> str:
+        """Whose random numbers were drawn."""
+        if random.getstate() != self._python:
+            return "Python's random"
+        now = numpy.random.get_state()
+        same = all(numpy.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
+        return "" if same else "NumPy's random"
+
+    def restore(self) -> None:
+        """All as it was."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        set_random_states(self._torch)
+        with torch.no_grad():
+            for tensor, version, before in self._held.values():
+                if tensor._version != version:
+                    tensor.copy_(before)
+
+    def check(self) -> None:
+        """Raises GraphError where random numbers were drawn that a replay would not draw."""
+        if whose := self.moved():
+            raise GraphError(f"the forward or the loss draws numbers of {whose}: a replay would not. Use torch's")

@@ -1,0 +1,310 @@
+"""Records the forward, loss and backward of one batch size twice, and replays them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from ..engine.explain import Plan
+from ..engine.gradients import Arranged, Gradients, places_of
+from ..engine.per_sample import PerSampleGradients
+from ..engine.repeated_backward import Lasting, Repeated, Template
+from ..errors import FastDPError, GraphError
+from ..ops.common import exactly
+from ..ops.registry import watched
+from ..utils.rng_state import States, random_states, set_random_states
+from . import _RECORDING
+from .cuda_graph import Pool
+from .execution import Example, Way, way_of
+from .guards import Guards, Outside, changed_notes, notes_of
+from .program import Program, recording_of
+from .recorder import Recorder, Watch
+from .rounding import differing
+from .use_templates import store, templates_of
+
+LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
+REPLAYED = {"cpu", "cuda"}
+_AS_PADDED = 1e-3  # losses and norms of padded batches are within rounding of those of batches as they come
+
+
+class Batch(NamedTuple):
+    """How a batch is made: its leaves, of which some have a row for each sample."""
+
+    spec: TreeSpec
+    by_sample: tuple[bool, ...]
+    size: int
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        return tree_unflatten(list(leaves), self.spec)
+
+    def changed(self, leaves: Sequence[Any], change: Callable[[Tensor], Tensor]) -> list[Any]:
+        """The leaves, those with samples changed."""
+        return [change(leaf) if by else leaf for leaf, by in zip(leaves, self.by_sample, strict=True)]
+
+    def of_size(self, leaves: Sequence[Any], size: int) -> list[Any]:
+        """A batch of so many samples: the first again and again behind the others, which nobody reads."""
+        return self.changed(leaves, lambda leaf: _resized(leaf, size))
+
+
+class Recorded(NamedTuple):
+    """A recording, and what the very step gave. random: the states of the generators when it began."""
+
+    program: Program
+    templates: list[Template]
+    plan: Plan
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    random: States
+
+
+class StepProgram:
+    """A recorded step of one size. leaves: an example of its batch.
+
+    compile: replay what Inductor makes of the recording; pool: as CUDA graphs. Where either does not go, a warning says
+    why.
+
+    only: why it takes batches of exactly its size; "" if smaller ones may be padded. way: how it is replayed.
+
+    Raises GraphError, by name, where the step is not a function of the batch and the parameters alone.
+    """
+
+    def __init__(
+        self, engine: PerSampleGradients, loss_fn: LossFn, batch: Batch, leaves: Sequence[Any], mean: bool,
+        compile: bool = False, pool: Pool | None = None,
+    ) -> None:  # fmt: skip
+        self.batch, self.mean = batch, mean
+        self.device = device_of_model(engine)
+        self._engine, self._loss_fn = engine, loss_fn
+        self._arranged: Arranged = {}
+        held = Guards(engine.model).held()
+        outside = Outside(held, self.device)
+        own = batch.of_size(leaves, batch.size)
+        try:
+            self._pass(own)
+            before = notes_of(engine.model)
+            self._pass(own)
+            self._check_uncounted(changed_notes(before, notes_of(engine.model)))
+            record = self._recorded(own, held)
+            others = [self._recorded(batch.changed(own, _in_turn), held)]
+            with contextlib.suppress(FastDPError, RuntimeError, ValueError, IndexError):  # no such batch, perhaps
+                others.append(self._recorded(batch.changed(own, _one_twice), held))
+            self.program, self.templates, self.plan = record.program, record.templates, record.plan
+            self.way = Way(self.program.run)
+            self._of = places_of([template.use for template in self.templates])
+            constants = [self.program.held[number] for number in self.program.constants]
+            self._suspects = [each for each in constants if batch.size in each.shape[: None if batch.size > 1 else 1]]
+            comparable = self._check_same(record, *others)
+            sizes = sorted({2, batch.size + 1} - {batch.size})
+            self.only = next((why for size in sizes if (why := self._differs_at(leaves, size, held))), "")
+            fewer = sorted({1, 2, batch.size - 1})
+            self.only = self.only or next((why for n in fewer if (why := self._differs_padded(leaves, n))), "")
+            self._check_constants()
+            self.written = changed_notes(before, notes_of(engine.model))
+            outside.check()
+            examples = [Example(each.inputs, each.outputs, each.random) for each in comparable]
+            self.way = way_of(self.program, examples, compile, pool)
+        finally:
+            outside.restore()
+
+    def _check_uncounted(self, notes: list[tuple[int, str]]) -> None:
+        """Raises GraphError where a forward leaves something behind that is another after each."""
+        if notes:
+            number, name = notes[0]
+            path = [path for path, _ in self._engine.model.named_modules()][number]
+            raise GraphError(
+                f"the forward of module '{path or type(self._engine.model).__name__}' changes its '{name}' each time "
+                "(a counter, a list that grows): a replay would not, and the next step may depend on it. Pass it as "
+                "an argument of the loss function, or leave it out while training"
+            )
+
+    def _check_constants(self) -> None:
+        """Raises GraphError where a constant may be of the samples: it has their number, and the step was not the same
+        with it for another number."""
+        for constant in self._suspects:
+            raise GraphError(
+                f"the step takes a tensor of shape {tuple(constant.shape)} that is neither of its batch nor made of "
+                "it: if it is of the samples, pass it as an argument of the loss function"
+            )
+
+    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded | None = None) -> list[Recorded]:
+        """The recordings that the program gives what they gave. Raises GraphError unless other batches give the same
+        program, and that does."""
+        difference = self.program.difference(in_turn.program)
+        comparable = [record, in_turn]
+        if one_twice is not None and not difference and not self.program.went_another_way(one_twice.program):
+            difference = self.program.difference(one_twice.program)
+            comparable.append(one_twice)
+        if difference:
+            raise GraphError(
+                f"the step is not the same for two batches of one size: {difference}. What Python decides by the "
+                "numbers of a batch cannot be replayed"
+            )
+        for each in (record, *comparable):
+            set_random_states(each.random)
+            found, same = self.program.run(each.inputs)
+            if not same or not self._is_same(found, each.outputs):
+                raise GraphError(
+                    "a replay does not give what the recorded step gave: something in it goes past torch's dispatcher "
+                    "(a constant that is written to, a generator that is seeded anew, numbers changed by Python)"
+                )
+        return comparable
+
+    def _is_same(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+        """Bit by bit; on a device, where sums may be taken in any order, within rounding."""
+        if self.device.type != "cpu":
+            return not differing(self.program, found, wanted)
+        return all(_same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+
+    def _differs_at(self, leaves: Sequence[Any], size: int, held: dict[str, Tensor]) -> str:
+        """Why the step is another for another number of samples; "" if it is not."""
+        other = self.batch._replace(size=size)
+        mine, self.batch = self.batch, other
+        try:
+            recorded = self._recorded(other.of_size(leaves, size), held)
+        except (FastDPError, RuntimeError, ValueError, IndexError) as problem:
+            return f"it fails for {size} samples ({problem})"
+        finally:
+            self.batch = mine
+        if why := self.program.difference_in_numbers(recorded.program):
+            return why
+        mine_with, with_it = self.program.calls_with, recorded.program.calls_with
+        self._suspects = [constant for constant in self._suspects if mine_with(constant) != with_it(constant)]
+        return ""
+
+    def _differs_padded(self, leaves: Sequence[Any], samples: int) -> str:
+        """Why losses or norms of so many samples are others if these are padded; "" if they are not."""
+        if self.program.draws or samples < 1 or samples >= self.batch.size:
+            return ""
+        replayed = self.replay(self.batch.of_size(leaves, self.batch.size), samples)
+        mine, self.batch = self.batch, self.batch._replace(size=samples)
+        try:
+            with self._engine.collecting() as found:
+                losses = self._losses(copies(self.batch.of_size(leaves, samples))).detach()
+        except (FastDPError, RuntimeError, ValueError, IndexError):
+            return ""  # as without a replay, then
+        finally:
+            self.batch = mine
+        if replayed is None or len(found) != 1:
+            return ""
+        params = self._engine.parameters()
+        with torch.no_grad(), exactly():
+            norms = [each.norm_sq(params).sqrt() for each in (replayed[1], found[0])]
+        for what, (a, b) in (("losses", (replayed[0], losses)), ("norms", norms)):
+            if not torch.allclose(a.double(), b.double(), rtol=_AS_PADDED, atol=_AS_PADDED * float(b.abs().max())):
+                return f"the {what} of {samples} samples are others if these are padded"
+        return ""
+
+    def _pass(self, leaves: Sequence[Any]) -> None:
+        """A real forward and backward, whose gradients nobody else hears of."""
+        with self._engine.collecting() as found:
+            self._losses(copies(leaves))
+        _check_one(found)
+
+    def _losses(self, leaves: Sequence[Any]) -> Tensor:
+        losses = self._loss_fn(self._engine.model, *self.batch.tree(leaves))
+        check_losses(losses, self.batch.size)
+        (losses.mean() if self.mean else losses.sum()).backward()
+        return losses
+
+    def _recorded(self, leaves: Sequence[Any], held: dict[str, Tensor]) -> Recorded:
+        given, random = copies(leaves), random_states(self.device)
+        inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        recorder = Recorder(inputs, held, self.device)
+        _RECORDING.append(recorder)
+        try:
+            with self._engine.collecting() as found, watched(), Watch(recorder), recorder:
+                losses = self._losses(given)
+                for gradients in found:
+                    with torch.no_grad(), exactly():
+                        store(gradients)
+        finally:
+            _RECORDING.pop()
+        _check_one(found)
+        templates, data = templates_of(found[0], self.batch.size, recorder)
+        outputs = [losses.detach(), *data]
+        program = Program(recording_of(recorder, len(inputs), [losses, *data]))
+        return Recorded(program, templates, Plan(found[0]), inputs, outputs, random)
+
+    def replay(self, leaves: Sequence[Any], samples: int) -> tuple[Tensor, Gradients] | None:
+        """The losses [samples] and gradients of the first samples; None where the numbers of the batch decide another
+        way than that of the recording. The losses of a CUDA graph stand until the next replay; its gradients then raise
+        an error."""
+        inputs = [_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        found, same = self.way.run(inputs)
+        if not same:
+            return None
+        losses, *data = found
+        return losses[:samples], self.gradients(data, samples, self.way.lasting())
+
+    def gradients(self, data: Sequence[Tensor], samples: int, lasting: Lasting | None = None) -> Gradients:
+        """The gradients of the first samples, from what a replay gave."""
+        scale = float(self.batch.size) if self.mean else 1.0
+        return Repeated(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged, lasting)
+
+    def none(self) -> Gradients:
+        """The gradients of no sample."""
+        return self.gradients([torch.empty(0)] * sum(len(t.places) for t in self.templates), 0)
+
+
+def device_of_model(engine: PerSampleGradients) -> torch.device:
+    """Where the model lies. Raises GraphError for devices whose steps are not replayed."""
+    found = next((p.device for p in engine.parameters()), torch.device("cpu"))
+    if found.type not in REPLAYED:
+        raise GraphError(f"the model lies on {found}: steps are recorded on the CPU and on CUDA")
+    return found
+
+
+def _plain(leaf: Tensor) -> Tensor:
+    """With its numbers one after the other from the begin of its memory, as they were when the step was recorded."""
+    plain = leaf.is_contiguous() and leaf.storage_offset() == 0
+    return leaf if plain else leaf.clone(memory_format=torch.contiguous_format)
+
+
+def copies(leaves: Sequence[Any]) -> list[Any]:
+    """The batch in memory of its own, with nothing that says when it was handed out."""
+    copied = torch.contiguous_format
+    with torch._C.DisableTorchFunction():
+        return [leaf.detach().clone(memory_format=copied) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _check_one(found: list[Gradients]) -> None:
+    if len(found) != 1:
+        raise GraphError("the backward of the losses met no trained parameter, or several backwards ran")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _resized(leaf: Tensor, size: int) -> Tensor:
+    count = leaf.size(0)
+    if count >= size:
+        return leaf[:size]
+    return torch.cat([leaf, leaf[:1].expand(size - count, *leaf.shape[1:])])
+
+
+def _in_turn(leaf: Tensor) -> Tensor:
+    """The same samples in another order."""
+    return leaf.roll(1, 0)
+
+
+def _one_twice(leaf: Tensor) -> Tensor:
+    """One sample is missing, another there twice: a number beside torch that Python makes of a batch shows by it."""
+    if leaf.size(0) > 1:
+        return torch.cat([leaf[1:], leaf[-1:]])
+    return leaf * 0.5 if leaf.is_floating_point() else leaf
+
+
+def check_losses(losses: Any, size: int) -> None:
+    """Raises GraphError unless it is a tensor of one loss for each sample."""
+    if not isinstance(losses, Tensor) or losses.shape != (size,):
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise GraphError(
+            f"loss_fn(model, *batch) must return the loss of each sample, [{size}]; it returned {found}. Compute "
+            'losses with reduction="none", and one number per sample'
+        )

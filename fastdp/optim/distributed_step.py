@@ -1,0 +1,106 @@
+"""A private step of several processes: what they must agree on, and the sums that they add up before the noise.
+
+Every process draws the same noise, since the noise is a function of the key, the step and the element's index alone,
+and adds it after the sums were added up. So the released weights are those of one process with all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accounting.ledger import Ledger
+from ..accounting.ledger_file import open_ledger, share
+from ..distributed.fingerprints import mark, mark_of_model, mark_of_parameters, mark_of_shapes
+from ..distributed.frameworks import check_schedulers, equal_later
+from ..distributed.reduce import Reduction
+from ..distributed.world import World
+from ..distributed.wrappers import Replica
+from ..engine.per_sample import PerSampleGradients
+from ..ops.noise import Noise
+from .clipped_sums import Share
+from .clipping import Clipping
+
+
+def begin(
+    world: World, replica: Replica, engine: PerSampleGradients, noise: Noise, ledger: Ledger, path: Any,
+    settings: Callable[[], Mapping[str, object]],
+) -> None:  # fmt: skip
+    """All processes have the same model and the same settings, and take the key of the noise from the first.
+
+    path: the file of the ledger, or None.
+    """
+    open_ledger(ledger, path, world)
+    if world.size == 1:
+        return
+    said = {
+        "making": "a private optimizer",
+        # of a model that is made equal later the weights are compared before the first step
+        "model (its weights, in names, shapes and values)": (mark_of_shapes if equal_later() else mark_of_model)(
+            engine.model
+        ),
+        "seed": noise.seed,
+        "ledger": "in no file" if path is None else "in a file",
+        **settings(),
+    }
+    world.agree(said)
+    replica.check_copies()
+    noise.restore(world.from_first(noise.key), noise.step)
+    if path is not None:
+        share(ledger, world)
+
+
+def first_step_of(privacy: object, model: nn.Module) -> str:
+    """A mark of the weights with which an optimizer's first step begins. Raises StepError for its schedulers."""
+    check_schedulers(privacy)
+    return mark_of_parameters(model)
+
+
+def summed(
+    world: World, shares: Sequence[Share], dropped: Tensor | int, device: torch.device, records: int,
+    said: Mapping[str, object], look: Callable[[], None] | None = None,
+) -> tuple[dict[int, Tensor], Tensor, int]:  # fmt: skip
+    """Add up clipped sums over the processes, once all have agreed on the step.
+
+    Args:
+        world: of several processes.
+        shares: over whom (None: all), and what, by any keys, in the same order everywhere. The sums are overwritten.
+        dropped: the samples of this process that contribute nothing.
+        device: where numbers of this process can be added up.
+        records: the records of this process.
+        said: what must be the same everywhere, and what the step is of.
+        look: what all do once they have agreed, before anything is added up; it raises on all or none.
+
+    Returns:
+        The sums that were given, by the same keys; dropped samples and records of all processes.
+
+    Raises:
+        FastDPError: if a process refuses, is at another step, or is gone. Nothing was released before.
+    """
+    # before all agree: its memory may not suffice
+    reductions = [(group, sums, Reduction(list(sums.values()))) for group, sums in shares]
+    count = torch.as_tensor(dropped, device=device).to(torch.int64).view(1).clone()
+    everywhere = world.agree(said, records if world.speaks else 0)
+    if look is not None:
+        look()
+    found: dict[int, Tensor] = {}
+    for number, (group, sums, reduction) in enumerate(reductions):
+        totals = world.sums(reduction, *(() if number else (count,)), group=group)
+        found.update(zip(sums, totals, strict=True))
+    return found, count[0], everywhere
+
+
+def settings_of(clipping: Clipping, engine: PerSampleGradients, **more: object) -> dict[str, Any]:
+    """What a step depends on beside its batch; functions and long lists by a mark."""
+    function = clipping.clipping if isinstance(clipping.clipping, str) else "a function"
+    named = engine.named_parameters()
+    return {
+        **more,
+        "clipping": (function, clipping.max_grad_norm, clipping.gamma),
+        "groups": mark([(g.name, g.parameters, g.max_grad_norm) for g in clipping.groups]),
+        "trained parameters": mark([(name, engine.shape_of(p), str(p.dtype)) for name, p in named.items()]),
+        "their places": mark(sorted(engine.offsets().items())),
+    }

@@ -1,0 +1,114 @@
+"""Whether the options of a private optimizer are in range, and fit the loader that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ..batch_axis.current_batch import PhysicalBatch
+from ..engine.per_sample import PerSampleGradients
+from ..errors import AccountingError, ClippingError, ParameterError, StepError
+
+
+def check_options(noise_multiplier: Any, expected_batch_size: Any, sample_rate: Any, gamma: Any) -> None:
+    """Raises ValueError or AccountingError if one is no number, or out of range."""
+    for name, value in (("noise_multiplier", noise_multiplier), ("expected_batch_size", expected_batch_size),
+                        ("sample_rate", sample_rate), ("gamma", gamma)):  # fmt: skip
+        if not isinstance(value, int | float) and not (
+            value is None and name in ("expected_batch_size", "sample_rate")
+        ):
+            raise ValueError(f"{name} must be a number, not {value!r}")
+    if expected_batch_size is not None and not 0 < expected_batch_size < float("inf"):
+        raise ValueError(f"expected_batch_size must be positive, not {expected_batch_size!r}")
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
+
+
+def of_loader(
+    current: PhysicalBatch, stepped: tuple[int, int], rate: float | None, expected: float | None
+) -> tuple[float | None, float]:
+    """Sample rate and expected batch size, which must be the loader's; one step a batch.
+
+    Args:
+        current: the batch in hand.
+        stepped: the numbers, logical and physical, of the batch of the step before.
+        rate: the sample rate that the optimizer was given, and
+        expected: its expected batch size.
+    """
+    if current.fixed:
+        raise StepError(
+            "the batches come in a fixed order (ftrl_loader), and this optimizer accounts for Poisson sampling: take "
+            "fastdp.poisson_loader, or train with fastdp.mechanisms.DPFTRL"
+        )
+    refuse_second_step(current, stepped)
+    if rate is not None and abs(rate - current.sample_rate) > 1e-9:
+        raise AccountingError(f"sample_rate={rate} was given, but the loader samples at {current.sample_rate}")
+    if expected is not None and abs(expected - current.expected_batch_size) > 0.5:
+        raise StepError(
+            f"expected_batch_size={expected} was given, but the loader's is {current.expected_batch_size:g}: leave it "
+            "out, the loader tells it"
+        )
+    return current.sample_rate, current.expected_batch_size if expected is None else expected
+
+
+def refuse_second_step(current: PhysicalBatch, stepped: tuple[int, int]) -> None:
+    """Raises StepError if the batch in hand has had its step. The arguments are those of `of_loader`."""
+    if (current.logical, current.physical) == stepped:
+        raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
+
+
+def take_views(options: dict[str, Any], loss_reduction: str) -> None:
+    """Turn augmentations= of an optimizer's options into rows_per_sample=.
+
+    Raises ValueError if it is no number of views, or the gradient would not be the mean over them.
+    """
+    views = options.pop("augmentations", 1)
+    if isinstance(views, bool) or not isinstance(views, int) or views < 1:
+        raise ValueError(f"augmentations must be a whole number of at least 1, not {views!r}")
+    if views == 1:
+        return
+    if "rows_per_sample" in options or options.get("batch_size") is not None:
+        raise ValueError("augmentations= is rows_per_sample= (and batch_size= follows from it): give only one of them")
+    if loss_reduction != "mean":
+        raise ValueError(
+            f'augmentations={views} with loss_reduction="{loss_reduction}": a sample\'s gradient is the mean over its '
+            f"views, and under a sum it would be {views} times that. Take the mean of the losses, or give "
+            f"rows_per_sample={views} and divide the loss by {views}"
+        )
+    options["rows_per_sample"] = views
+
+
+def take_norms(norms: Any) -> None:
+    """Raises ClippingError if an optimizer's norms= is "jl", and ValueError unless it is "exact"."""
+    if norms == "jl":
+        raise ClippingError(
+            'norms="jl" (DP-SGD-JL: norms estimated by random projections) is refused: fastdp\'s exact norms take a '
+            "fraction of its time at the same memory, and estimates cost epsilon besides. The figures are in "
+            "docs/mechanisms.md, and python -m benchmarks.jl measures them. Leave norms= out; if memory is short, give "
+            "fastdp.poisson_loader max_physical_batch_size="
+        )
+    if norms != "exact":
+        raise ValueError(f'norms must be "exact", not {norms!r}: there are no other ones')
+
+
+def check_parameters(params: Iterable[Tensor], engine: PerSampleGradients) -> None:
+    """Refuse trained parameters of an optimizer that are no longer the model's (their replacements would never be
+    trained), and those that came into its groups unseen: they would not be trained either."""
+    trained, current = [p for p in params if p.requires_grad], engine.present()
+    lost = [p for p in trained if id(p) not in current]
+    if lost:
+        shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
+        raise ParameterError(
+            f"{len(lost)} parameter(s) of the optimizer, of shape {shapes}, are no longer the model's: they were "
+            "replaced since the optimizer was made. detach() it and make a new one."
+        )
+    tracked = {id(p) for p in engine.named_parameters().values()}
+    if any(id(p) not in tracked for p in trained) and (left := engine.left_out(trained)):  # (or the model is in parts)
+        raise ParameterError(
+            f"{left[:3]} are in the optimizer's param_groups, but came there without add_param_group(), so their "
+            "gradients would not be private, and they would not be trained. Call add_param_group(), or make the "
+            "optimizer with params= all that will be trained, frozen or not. (Lightning's BaseFinetuning replaces "
+            "param_groups when it resumes a checkpoint: fastdp.lightning.DPCallback takes them up.)"
+        )

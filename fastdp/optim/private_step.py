@@ -1,0 +1,404 @@
+"""One private training run: sums of clipped gradients, when to step, noise, and the ledger."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accounting import check_accountant, warn_of_delta
+from ..accounting.ledger import Ledger, finite
+from ..accounting.used_draws import Place
+from ..batch_axis.batch_groups import Unit
+from ..batch_axis.deferred_checks import AwaitedChecks, DeferredCheck, withhold
+from ..data import loader, loop_checks
+from ..data.loader_batch import Hand
+from ..data.sample_rates import Rate
+from ..data.skipped_batches import Missed
+from ..distributed.fingerprints import mark
+from ..distributed.frameworks import check_frameworks
+from ..distributed.wrappers import Replica, check_samples, world_for
+from ..engine.explain import Plan
+from ..engine.gradients import Gradients, add
+from ..engine.per_sample import PerSampleGradients
+from ..engine.unused_batches import Known
+from ..errors import SampleMixingError, SampleRateWarning, StepError
+from ..ops.clip import GAMMA
+from ..ops.noise import Noise
+from ..utils import allocator
+from . import distributed_step
+from .clip_groups import Members
+from .clipping import Clipping, ClippingFunction, refuse_own_norms
+from .fused_update import Release
+from .option_checks import check_options, of_loader
+from .tensor_parallel_sums import sums_of
+
+
+class Privacy:
+    """What an optimizer adds to its own update rule. The arguments are those of `fastdp.privatize`."""
+
+    _of_loader = staticmethod(of_loader)
+    mechanism: Any = None  # of `fastdp.mechanisms`, with a state of its own: "name", `state()`, `read(state)`
+    quantile: Any = None  # that the clipping norm follows: `adaptive.Quantile`
+    reads_later = True  # what a device knows of a step, where nothing but sums with factors is released
+    noise_std = 0.0  # on an element of the last step's sum: R may have moved since
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Tensor],
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        expected_batch_size: float | None = None,
+        clipping: ClippingFunction = "local",
+        style: str | Sequence[Any] = "flat",
+        loss_reduction: str = "mean",
+        sample_rate: float | None = None,
+        accountant: str = "prv",
+        gamma: float = GAMMA,
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        rows_per_sample: int = 1,
+        memory_budget: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
+        ledger: str | PathLike[str] | None = None,
+    ) -> None:
+        check_frameworks(model)
+        self.world = world_for(model, process_group, mesh)
+        self._place, self._truncation, self._drawn = ("", 0, 0), 0.0, list[Place]()  # of the loaders, at the last step
+        self.waits: Any = None  # for a framework that lays the model in parts: `waiting.Waiting`
+        with self.world.deciding():
+            check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
+            self.noise_multiplier, self.accountant = finite(noise_multiplier), check_accountant(accountant)
+            self.expected_batch_size, self.sample_rate = expected_batch_size, sample_rate
+            self.loss_reduction = loss_reduction
+            self.world.check()
+            self.noise, self.ledger = Noise(seed), Ledger()
+            self._of_engine: dict[str, Any] = {
+                "loss_reduction": loss_reduction, "batch_first": batch_first, "batch_size": batch_size,
+                "rows_per_sample": rows_per_sample, "memory_budget": memory_budget,
+            }  # fmt: skip
+            try:
+                self.attach(model, params)
+                named = self.engine.named_parameters()
+                self.clipping = Clipping(named, clipping, max_grad_norm, self.sums.with_wholes(style), gamma)
+                self.unit = Unit()
+                self.replica.check_others(self.engine)
+                distributed_step.begin(
+                    self.world, self.replica, self.engine, self.noise, self.ledger, ledger, self._settings
+                )
+            except Exception:
+                self.ledger.close()
+                self.take_off()
+                raise
+        if any(p.device.type == "cpu" for p in self.engine.parameters()):
+            allocator.keep_freed()
+        self.norms: Tensor | dict[str, Tensor] | None = None
+        self.hand = Hand()
+        self._plan: Plan | None = None
+        self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
+        self._fresh: Tensor | int = 0  # the same, of this process since the last step
+        self._records, self._sums_of = 0, -1  # of this process since the last step; the logical batch of the sums
+        self._backward_of = self.stepped_on = (-1, -1)  # (logical, physical) of the last backward and step
+        self._backwards = self._first = 0  # so far, and the number of the first that is pending
+        self._warned: set[str] = set()
+        self.detached = self._released = False  # released: this optimizer has made a step
+        self.replaced_by = ""  # another optimizer of the same model
+        self.rate_check, self._awaited = Rate(), AwaitedChecks()  # (of what a device is to tell of earlier steps)
+        self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
+        self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
+        self.missed = Missed(self.replica.module)
+        self.missed.refused = self.world.refuse
+        self.listen()
+        self.discard()
+
+    def attach(self, model: nn.Module, params: Iterable[Tensor]) -> None:
+        """Put an engine on the model."""
+        self.replica = Replica(model, self.world, self._of_engine["memory_budget"])
+        self.sums, shards = sums_of(self.replica.shards, self.world), self.replica.shards
+        self.engine = PerSampleGradients(
+            self.replica.module, params, on_backward=self.clip, shards=shards, **self._of_engine
+        )
+
+    def take_off(self) -> None:
+        """Take the engine off the model."""
+        if self.waits is not None:
+            self.waits.end()
+        if hasattr(self, "engine"):
+            self.engine.detach()
+        if hasattr(self, "replica"):
+            self.replica.restore()
+
+    def end(self, by: str = "") -> None:
+        """Train the model no more; by: what does so now. What was spent stays spent."""
+        self.take_off()
+        self.discard()
+        self.ledger.close()
+        self.detached, self.replaced_by = True, by or self.replaced_by
+        self.missed.end()
+
+    def listen(self) -> None:
+        """Hear of what happens in the engine, which was attached."""
+        self.engine.watch(self.replica.begins, self.replica.refused, self.replica.broken)
+        self.ledger.enrol(self.engine.named_parameters().values(), self.engine.model)
+        self.engine.whose.batch_in_hand = self.hand.of_forward
+        self._members = Members(self._clipping_now, self.hand)
+        if self.replica.shards is None:  # else sums wait for those of other processes
+            self.engine.clip_by_group(self._members)
+
+    def discard(self) -> None:
+        """Forget everything since the last step."""
+        self._pending: dict[int, Tensor] = {}  # of backwards since the last call of step
+        self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
+        self._has_pending = self._has_sums = False
+        self._doubts: list[DeferredCheck] = []
+        self._taken: list[Known] = []  # the batches of these backwards, if they were taken out of their loader before
+        self.unit.forget()
+
+    # ------------------------------------------------------------------ backward
+
+    def clip(self, gradients: Gradients) -> None:
+        """Take the gradients of a backward: their clipped sums wait for the step."""
+        literal_in_code, records = self.hand.literal_in_code, 0 if self.hand.literal_in_code else gradients.records
+        if not literal_in_code:
+            self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
+        self._check_batch(gradients)
+        named = self.engine.named_parameters()
+        self._check_groups(named)
+        members = self._members.all(self.clipping, named)
+        self._members.check(gradients.taken)
+        self.sums.begin(gradients, members, {"backward": self._backwards, "of step": self.noise.step})
+        norm_sq = self.sums.norm_sq(gradients, members)
+        if literal_in_code:
+            factors, norm_sq = [torch.zeros_like(n, dtype=torch.float32) for n in norm_sq], [n[:0] for n in norm_sq]
+        else:
+            factors = self.sums.factors(self.clipping, norm_sq)
+        withhold(gradients.doubts if self.reads_later else (), factors, *(t.sums for t in gradients.taken.values()))
+        norms = [squares.sqrt().float() for squares in norm_sq]
+        flat = self.clipping.style == "flat"
+        self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
+        self._fresh = self._fresh + (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
+        # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
+        plan = gradients.plan or Plan(gradients, self._plan)
+        sums = self.sums.clipped(gradients, members, factors)
+        self._doubts += gradients.doubts
+        self._backwards += 1
+        self._first = self._first if self._has_pending else self._backwards
+        self._has_pending, self._records = True, self._records + records
+        self._plan = plan
+        for group in sums:
+            add(self._pending, group)
+
+    def _warn_once(self, text: str, kind: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=3)
+
+    def _clipping_now(self) -> tuple[Clipping, dict[str, Tensor]]:
+        named = self.engine.named_parameters()
+        self._check_groups(named)
+        return self.clipping, named
+
+    def _check_batch(self, gradients: Gradients) -> None:
+        self.world.check()
+        self.replica.check()
+        check_samples(self.world)
+        self.replica.check_others(self.engine)
+        current = self.hand.current()
+        if current is None:
+            if self.world.share[1] == 1:
+                self.rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
+            elif gradients.people is not None:
+                raise StepError(loop_checks.PERSONS_APART)
+            else:
+                self._warn_once(loop_checks.OWN_BATCHES.format(n=self.world.share[1]), "own batches")
+            if self._has_pending:
+                self._warn_once(loop_checks.ADDED, "added")
+            if known := self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records):
+                self._taken.append(known)
+            elif self.missed.stepped.again(self.sample_rate, gradients.records):
+                self._warn_once(loop_checks.PERHAPS_REPEATED, "repeated")
+            return
+        number = (current.logical, current.physical)
+        if self._has_pending and number != self._backward_of:
+            raise StepError(loop_checks.UNSTEPPED)
+        loop_checks.check_skipped(current)
+        literal_in_code = self.hand.literal_in_code
+        records, people = (0, current.people) if literal_in_code else (gradients.records, gradients.people)
+        loop_checks.check_whole(current, records, people)
+        if number in (self._backward_of, self.stepped_on):
+            raise StepError(loop_checks.AGAIN)
+        self._backward_of = number
+        loader.train(current, self.missed)
+
+    def _check_groups(self, named: dict[str, Tensor]) -> None:
+        known = {name for group in self.clipping.groups for name in group.parameters}
+        new = [name for name in named if name not in known]
+        if new and isinstance(self.clipping.style, str):  # unfrozen since
+            self._regroup(named)
+        elif new:
+            raise StepError(loop_checks.UNGROUPED.format(new[:5]))
+
+    def _regroup(self, named: dict[str, Tensor]) -> None:
+        """Other parameters are trained than before."""
+        self.clipping = self.clipping.changed(named)
+        self.ledger.enrol(named.values(), self.engine.model)
+
+    def pending(self) -> range:
+        """Numbers of the backwards that no step has taken."""
+        return range(self._first, self._backwards + 1) if self._has_pending else range(0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients of a logical batch are held that no noised step has ended."""
+        return self._has_pending or self._has_sums
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """Samples dropped so far because their gradient was not finite."""
+        return int(self._dropped) + int(self._fresh)
+
+    def set_dropped(self, count: int) -> None:
+        """So many samples were dropped before."""
+        self._dropped, self._fresh = count, 0
+
+    # ------------------------------------------------------------------ step
+
+    def ready(self) -> bool:
+        """Take the gradients at hand; True where the logical batch is complete. Checks first, then takes."""
+        current, rate, expected = self.hand.current(), self.sample_rate, self.expected_batch_size
+        if current is not None:
+            loop_checks.check_skipped(current)
+            loop_checks.check_share(current, *self.world.share)
+            rate, expected = self._of_loader(current, self.stepped_on, rate, expected)
+            if current.size == 0 and self.unit.grouped is None:  # of a process whose first batches have no record
+                self.unit.grouped = current.people is not None
+        empty = current is not None and current.size == 0
+        if not self._has_pending and not empty:
+            outside = not self._released and any(p.grad is not None for p in self.engine.parameters())
+            raise StepError(loop_checks.OUTSIDE if outside else loop_checks.NO_BACKWARD)
+        if self.loss_reduction == "mean" and expected is None:
+            raise StepError(loop_checks.NO_SIZE)
+        logical = -1 if current is None else current.logical
+        if self._has_sums and logical != self._sums_of:
+            warnings.warn(loop_checks.DROPPED, stacklevel=3)
+            self._sums, self._has_sums = {}, False
+        add(self._sums, self._pending)
+        self._pending, self._has_pending, self._has_sums = {}, False, True
+        self.unit.forget()
+        self._rate, self._expected, self._sums_of = rate, expected, logical
+        self._truncation = 0.0 if current is None else current.truncation
+        self._place = ("", 0, 0) if current is None else current.place
+        if current is not None:
+            self.stepped_on = (current.logical, current.physical)
+            loader.train(current, self.missed, stepped=True)
+        self._drawn = [p for p in (self._place, *(taken.places[n] for taken, n in self._taken)) if p[0]]
+        while self._taken:
+            self.missed.take(self._taken.pop())
+        return current is None or current.final
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of backwards that no step has taken."""
+        self._pending, self._has_pending, self._taken = {}, False, []
+        self.unit.forget()
+
+    def release(self) -> Release:
+        """The clipped sums of every tracked parameter, and the noise that must be added to them, once: its standard
+        deviation is noise_multiplier * sensitivity, for the logical batch."""
+        loop_checks.refuse_capture(self._sums.values())
+        try:
+            self._awaited.settle(self._doubts, self.reads_later)
+            self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation)
+        except (SampleMixingError, StepError):
+            self.discard()
+            raise
+        assert self._expected is not None or self.loss_reduction != "mean"  # checked in ready()
+        divisor = float(self._expected or 1) if self.loss_reduction == "mean" else 1.0
+        sums, places = self.sums.held(self.engine.named_parameters(), self._sums, self.engine.offsets())
+        if self.world.size > 1:
+            sums = self._summed(sums)
+        self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
+        self.noise_std = self._gradient_noise() * self.clipping.sensitivity
+        release = self.sums.release(sums, places, self.noise, self.noise_std, 1 / divisor)
+        if self.witness is not None:
+            self.witness(release)
+        return release
+
+    def _gradient_noise(self) -> float:
+        return self.noise_multiplier
+
+    def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The sums over all processes, which agree on the step."""
+        draws, pass_, step = self._place
+        said = {
+            "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
+            "step of the pass": step, "key": mark("noise", self.noise.key), "history": mark(self.ledger.spent),
+            "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
+            **self._settings(), "weights": "" if self._released else distributed_step.first_step_of(self, self.engine.model),
+        }  # fmt: skip
+        shares, device = self.sums.shares(sums), self.engine.parameters()[0].device
+        look = None if self._released else self.replica.check_copies
+        found, self._fresh, records = distributed_step.summed(
+            self.world, shares, self._fresh, device, self._records, said, look
+        )
+        sums = self.sums.settled(sums | found)
+        if self.sample_rate is not None and not draws and not self.ledger.history:
+            self.rate_check.judge(self.sample_rate, records, self.expected_batch_size)
+        return sums
+
+    def _settings(self) -> dict[str, Any]:
+        return distributed_step.settings_of(
+            self.clipping, self.engine, noise_multiplier=self.noise_multiplier, loss_reduction=self.loss_reduction,
+            accountant=self.accountant, grouped=self.unit.grouped,
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """The noised step was made: count it."""
+        if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self._warned:
+            self._warned.add("rate")
+            warnings.warn(loop_checks.NO_RATE + self.rate_check.seen_text, SampleRateWarning, stacklevel=5)
+        for again in self.ledger.add(self.noise_multiplier, self._rate, self._truncation, self._drawn):
+            self._warn_once(loop_checks.REPEATED.format(*again), "repeated")
+        self.noise.step, self._released = self.noise.step + 1, True
+        self.replica.changed()
+        self.discard()
+
+    def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
+        """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
+        self._awaited.look(wait=True)
+        found = self.ledger.epsilon(delta, self.accountant, sample_rate)
+        rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
+        warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
+        self.rate_check.compare(sample_rate)
+        return found
+
+    def explain(self, profile: bool = False) -> str:
+        """The plan of the last backward, a row a use."""
+        self.engine.profile = self.engine.profile or profile
+        if self._plan is None:
+            raise StepError("no plan yet: call loss.backward() first")
+        return self._plan.table(self.engine.named_parameters(), profile, self.engine.compiled())
+
+    def retrack(self, params: list[Tensor]) -> None:
+        """Train these parameters from now on."""
+        if self.busy:
+            raise StepError("parameters cannot be added between backward and step")
+        if not isinstance(self.clipping.style, str):
+            raise StepError("with custom groups, make a new optimizer whose groups hold the new parameters")
+        self.engine.track(params)
+        self._regroup(self.engine.named_parameters())
+
+    def set_clipping(self, *changes: Any) -> None:
+        """Clip the coming batches by `Clipping.changed(..., *changes)`."""
+        if self.busy:
+            raise StepError("set_clipping between backward and step: change the clipping between steps")
+        named, (function, norm, style, gamma) = self.engine.named_parameters(), changes
+        refuse_own_norms(norm, self.norms)
+        self.clipping = self.clipping.changed(named, function, norm, self.sums.with_wholes(style), gamma)

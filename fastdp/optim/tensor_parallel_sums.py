@@ -1,0 +1,124 @@
+"""Norms and clipped sums of a model whose layers are split over processes (tensor parallelism).
+
+Squares of split parameters add up over these processes, and those of copied ones count once: one all-reduce of numbers
+for each sample gives every process the same factors. A split parameter's clipped sum stays where the parameter is. Of
+copied ones all processes must have found the same: their squares are compared in the same message, as is what the
+forwards were given, and their sums at the step, where all take the mean of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed.reduce import Reduction
+from ..distributed.sharded import Sharded
+from ..distributed.tensor import TensorParallel
+from ..distributed.world import World
+from ..engine.gradients import Gradients
+from ..errors import StepError
+from ..ops.noise import Noise
+from .clipped_sums import Members, ShardedSums, Share, Sums, with_wholes
+from .fused_update import Release
+
+_ALIKE = 1e-8  # of squared relative differences of norms, which are float64
+_ROUNDING = 1e-6  # of those of sums, which are float32
+_APART = (
+    "the processes that share the model's layers (tensor parallelism) {what}. Every one of them must have the same "
+    "batch (deal samples over mesh['dp'] alone), and a parameter that is whole on each must meet the same data on "
+    "each: one that meets a part of the sequence needs SequenceParallel, and dropout the same seed on each. Nothing of "
+    "this step was released."
+)
+
+
+class TensorSums(Sums):
+    """inner: of the same parameters as if they were all."""
+
+    def __init__(self, split: TensorParallel, inner: Sums, world: World) -> None:
+        self._split, self._inner, self._world = split, inner, world
+        self._differ: dict[str, Tensor | bool] = {}  # what was found not to be the same, since the last step
+
+    def begin(self, gradients: Gradients, members: Members, said: Mapping[str, object]) -> None:
+        self._inner.begin(gradients, members, said)
+
+    def norm_sq(self, gradients: Gradients, members: Members) -> list[Tensor]:
+        split = [[p for p in group if not self._split.is_copied(p)] for group in members]
+        copied = [[p for p in group if self._split.is_copied(p)] for group in members]
+        found = torch.stack(self._inner.norm_sq(gradients, [*split, *copied]))  # [2 groups, B]
+        own, same = found[: len(members)], found[len(members) :]
+        given = self._split.take_lanes()
+        lanes = same.new_zeros(4) if given is None else given.to(same)
+        message = torch.cat([own.flatten(), same.flatten(), same.square().flatten(), lanes, lanes.square()])
+        with self._world.exchanging():
+            dist.all_reduce(message, group=self._split.group)
+        n, count = self._split.size, own.numel()
+        total, once, squares = message[: 3 * count].view(3, *own.shape)
+        self._note("were given different batches", _differ(message[3 * count : -4], message[-4:], n))
+        self._note("found different norms of the parameters that are whole on each", _differ(once, squares, n))
+        return list(total + once / n)
+
+    def _note(self, what: str, differ: Tensor) -> None:
+        self._differ[what] = self._differ.get(what, False) | differ
+
+    def clipped(self, gradients: Gradients, members: Members, factors: Sequence[Tensor]) -> list[dict[int, Tensor]]:
+        return self._inner.clipped(gradients, members, factors)
+
+    def held(
+        self, named: Mapping[str, Tensor], found: Mapping[int, Tensor], offsets: Mapping[str, int]
+    ) -> tuple[dict[int, Tensor], dict[int, int]]:
+        noted, self._differ = self._differ, {}
+        for what, differ in noted.items():
+            if bool(differ):
+                raise StepError(_APART.format(what=what))
+        sums, _ = self._inner.held(named, found, offsets)
+        held, places = {}, {}
+        for name, leaf in named.items():
+            key, place = id(self._split.part(leaf)), self._split.place(leaf)
+            total = sums.get(key, sums.get(id(leaf)))
+            assert total is not None
+            held[key], places[key] = total, offsets[name] + (0 if place is None else place.first)
+        self._copied = [id(self._split.part(leaf)) for leaf in named.values() if self._split.is_copied(leaf)]
+        self._leaves = list(named.values())
+        return held, places
+
+    def shares(self, sums: dict[int, Tensor]) -> list[Share]:
+        return self._inner.shares(sums)
+
+    def settled(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The sums that were added up over all samples: of copied parameters, the mean of what the processes have."""
+        own = {key: sums[key] for key in self._copied}
+        clones = [total.clone() for total in own.values()]
+        means = [total / self._split.size for total in self._world.sums(Reduction(clones), group=self._split.group)]
+        apart = sum((total - mean).square().sum() for total, mean in zip(own.values(), means, strict=True))
+        size = sum(mean.square().sum() for mean in means)
+        flag = torch.tensor([bool(apart > _ROUNDING * size)], dtype=torch.uint8)
+        if bool(self._world.any_of(flag)):
+            raise StepError(_APART.format(what="found different sums of the parameters that are whole on each"))
+        return sums | dict(zip(own, means, strict=True))
+
+    def release(
+        self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
+    ) -> Release:
+        parts = {
+            id(self._split.part(leaf)): place for leaf in self._leaves if (place := self._split.place(leaf)) is not None
+        }
+        return Release(sums, places, noise, std, scale, parts)
+
+    def with_wholes(self, style: Any) -> Any:
+        return with_wholes(self._split, style)
+
+
+def _differ(total: Tensor, squares: Tensor, count: int) -> Tensor:
+    """Whether numbers of which these are the sum, and the sum of squares, are not the same on so many processes."""
+    return ((count * squares - total.square()) > _ALIKE * total.square()).any()
+
+
+def sums_of(shards: Sharded | TensorParallel | None, world: World) -> Sums:
+    """Of a model with these shards; None of a whole one."""
+    if isinstance(shards, TensorParallel):
+        return TensorSums(shards, Sums() if shards.sharded is None else ShardedSums(shards.sharded, world), world)
+    return Sums() if shards is None else ShardedSums(shards, world)

@@ -1,0 +1,311 @@
+"""The records that `verify` looks at: whose they are, batches made of them, and which are drawn."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from ..batch_axis.inputs import may_be_packed, nested_tensors
+from ..batch_axis.marks import mark_of, mark_rows, samples_said
+from ..data.batched_datasets import fetches_batches
+from ..data.empty_batches import CollateWithEmpty
+
+FETCHED = 4  # times as many samples as are looked at are taken out of a data set, to draw different ones
+
+
+@dataclass(frozen=True)
+class Records:
+    """A batch, and the number of the sample that each of its records belongs to.
+
+    names: of the samples, the same in every batch that is made of them; rows: records that make one sample of the
+    engine's by its rows_per_sample or batch_size; makes: a batch of records by their places in `items`, where batches
+    are not rows of this one; double: in float64.
+    """
+
+    batch: Any
+    numbers: list[int]
+    names: list[int]
+    grouped: bool = False
+    rows: int = 1
+    makes: Callable[[Sequence[int]], Any] | None = None
+    items: tuple[int, ...] = ()
+    double: bool = False
+
+    @property
+    def samples(self) -> int:
+        return len(self.names)
+
+    @property
+    def units(self) -> int:
+        """What the loss is a mean over: records, or samples of several rows."""
+        return len(self.numbers) // self.rows
+
+    def of(self, samples: Iterable[int]) -> Records:
+        """The batch made of these samples, one after the other; one may stand in it several times."""
+        chosen = list(samples)
+        by_sample: dict[int, list[int]] = {}
+        for record, number in enumerate(self.numbers):
+            by_sample.setdefault(number, []).append(record)
+        own = [by_sample[sample] for sample in chosen]
+        numbers = [number for number, records in enumerate(own) for _ in records]
+        rows = [record for records in own for record in records]
+        items = tuple(self.items[row] for row in rows) if self.items else ()
+        names = [self.names[sample] for sample in chosen]
+        return replace(self, batch=self.batch_of(rows), numbers=numbers, names=names, items=items)
+
+    def batch_of(self, rows: Sequence[int]) -> Any:
+        """A batch of these records."""
+        if self.makes is None:
+            return rows_of(self.batch, rows, len(self.numbers))
+        batch = self.makes([self.items[row] for row in rows])
+        return doubled(batch) if self.double else batch
+
+    def made_by(self, makes: Callable[[Sequence[int]], Any] | None) -> Records:
+        """The same records, where this makes batches of them; None: batches are rows of the one that there is."""
+        return replace(self, makes=makes, items=() if makes is None else tuple(range(len(self.numbers))))
+
+    def doubled(self) -> Records:
+        """In float64."""
+        return replace(self, batch=doubled(self.batch), double=True)
+
+    def in_order(self) -> Records:
+        """The records of a sample one after the other."""
+        return self if self.numbers == sorted(self.numbers) else self.of(range(self.samples))
+
+    def folded(self, rows: int) -> Records:
+        """So many consecutive records are one sample."""
+        numbers = [record // rows for record in range(len(self.numbers))]
+        return replace(self, numbers=numbers, names=list(range(numbers[-1] + 1)), rows=rows)
+
+
+def records_of(batch: Any, numbers: list[int] | None, grouped: bool) -> Records:
+    """All records of a batch."""
+    size = size_of(batch)
+    numbers = list(range(size)) if numbers is None else numbers
+    if len(numbers) != size:
+        raise ValueError(f"group_by gives {len(numbers)} keys for a batch of {size} records")
+    return Records(batch, numbers, list(range(max(numbers, default=-1) + 1)), grouped)
+
+
+class Fetched(NamedTuple):
+    """Records out of a data set, what collates them, their numbers, and how many there were to draw from."""
+
+    items: list[Any]
+    collate: Callable[[list[Any]], Any]
+    numbers: list[int] | None
+    total: int
+
+
+def fetched(
+    source: Any, collate: Callable[[list[Any]], Any] | None, samples: int, numbers: list[int] | None, seed: int
+) -> Fetched | None:
+    """Records drawn out of a data set or loader: FETCHED times as many samples as are looked at. None: it is neither.
+
+    Of a list, the longest and the shortest are among them.
+    """
+    if isinstance(source, DataLoader):
+        source, collate = source.dataset, collate or source.collate_fn
+    if not isinstance(source, Dataset) and collate is None:
+        return None
+    collate = collate or default_collate
+    collate = collate.collate if isinstance(collate, CollateWithEmpty) else collate
+    if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
+        first = list(islice(iter(source), FETCHED * samples))
+        return Fetched(first, collate, None if numbers is None else numbers[: len(first)], len(first))
+    total = len(source)
+    if numbers is not None and len(numbers) != total:
+        raise ValueError(f"group_by gives {len(numbers)} keys for {total} records")
+    whose = list(range(total)) if numbers is None else numbers
+    count = max(whose, default=-1) + 1
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    if isinstance(source, list | tuple) and numbers is None and total:
+        lengths = [_length(item) for item in source]
+        drawn = list(dict.fromkeys([lengths.index(max(lengths)), lengths.index(min(lengths)), *drawn]))
+    drawn = drawn[: FETCHED * samples]
+    kept, place = drawn, {number: new for new, number in enumerate(drawn)}
+    if numbers is not None:
+        kept = [record for record, number in enumerate(whose) if number in place]
+        numbers = [place[whose[record]] for record in kept]
+    if fetches_batches(source):
+        return Fetched(kept, Asks(source, collate), numbers, total)
+    return Fetched([source[record] for record in kept], collate, numbers, total)
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Makes batches of records by their numbers, as the data set fetches many at once."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+
+    def __call__(self, records: list[int]) -> Any:
+        return self.collate(self.dataset.__getitems__(records))
+
+
+def _length(item: Any) -> int:
+    """How many numbers a record holds."""
+    if hasattr(item, "numel"):
+        return int(item.numel())
+    if isinstance(item, tuple | list):
+        return sum(map(_length, item))
+    if hasattr(item, "values") and callable(item.values):
+        return sum(map(_length, item.values()))
+    size = getattr(item, "size", None)
+    return size if isinstance(size, int) else len(item) if isinstance(item, str | bytes) else 1
+
+
+def drawn_of(pool: Records, samples: int, seed: int) -> list[int]:
+    """Samples to look at, drawn such that they differ: of every label, and of the smallest and largest numbers."""
+    if pool.samples <= samples:
+        return list(range(pool.samples))
+    random = torch.Generator().manual_seed(seed)
+    order = torch.randperm(pool.samples, generator=random).tolist()
+    labels: list[int] = []
+    extremes: list[int] = []
+    if isinstance(items := getattr(pool.makes, "items", None), list) and not pool.grouped and pool.rows == 1:
+        lengths = [_length(item) for item in items]
+        extremes += [lengths.index(max(lengths)), lengths.index(min(lengths))]
+    for leaf in _leaves(pool):
+        value = torch.zeros(pool.samples, dtype=torch.float64)
+        rows = leaf.detach().reshape(len(leaf), -1).double().cpu().nan_to_num().sum(1)
+        value.index_add_(0, torch.tensor(pool.numbers), rows)
+        if leaf.dim() == 1 and not leaf.is_floating_point():
+            first = {float(value[sample]): sample for sample in reversed(order)}
+            labels += list(first.values()) if len(first) <= max(samples // 2, 2) else []
+        extremes += [int(value.argmin()), int(value.argmax())]
+    chosen = list(dict.fromkeys([*labels, *extremes[: samples // 2], *order]))[:samples]
+    return [chosen[i] for i in torch.randperm(len(chosen), generator=random).tolist()]
+
+
+def alike(records: Records) -> list[str]:
+    """The parts of a batch that are the same in all of its records."""
+    return [
+        name
+        for name, leaf in _named(records.batch, "batch")
+        if leaf.dim() and leaf.size(0) == len(records.numbers) > 1 and mark_of(leaf) is None
+        and not leaf.is_nested and bool((leaf == leaf[:1]).all())
+    ]  # fmt: skip
+
+
+def relabelled(records: Records) -> Records | None:
+    """The records with other labels in every second sample, where all have one label; None where labels differ.
+
+    What a loss does with labels of several classes, records of one class do not show.
+    """
+    if all(leaf.device.type != "cpu" for leaf in _leaves(records)):
+        return None  # a label that is out of range stops a device for good
+    changed: list[Tensor] = []
+
+    def turned(leaf: Tensor) -> Tensor:
+        if (
+            leaf.dim() != 1
+            or leaf.dtype != torch.long
+            or len(leaf) != len(records.numbers)
+            or mark_of(leaf) is not None
+        ):
+            return leaf
+        if leaf[0] < 0 or not bool((leaf == leaf[0]).all()):
+            return leaf
+        odd = torch.tensor(records.numbers) % 2 == 1
+        changed.append(leaf)
+        return torch.where(odd, leaf + (1 if leaf[0] == 0 else -1), leaf)
+
+    batch = mapped(records.batch, turned)
+    return replace(records.made_by(None), batch=batch) if changed else None
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch on a device."""
+    return mapped(batch, lambda leaf: leaf.to(device))
+
+
+def size_of(batch: Any) -> int:
+    """How many records a batch holds."""
+    tensors = [t for t in nested_tensors(batch) if t.dim()]
+    if not tensors:
+        raise ValueError(
+            f"no tensor with a batch dimension in the batch, a {type(batch).__name__}: give its tensors, or the "
+            "records (a data set or list) and the collate_fn= that makes such batches of them"
+        )
+    said = samples_said(tensors)
+    return next((t for t in tensors if mark_of(t) is None), tensors[0]).size(0) if said is None else said
+
+
+def rows_of(batch: Any, rows: Sequence[int], size: int) -> Any:
+    """The batch made of these records."""
+    index = torch.as_tensor(list(rows), dtype=torch.long)
+    return mapped(batch, lambda leaf: _taken(leaf, index, size))
+
+
+def _taken(tensor: Tensor, index: Tensor, size: int) -> Tensor:
+    """These samples' rows of a tensor: those marked as theirs, or their k consecutive ones; tables as they are."""
+    mark, rows = mark_of(tensor), tensor.detach()
+    if mark is not None and mark.owner is not None:
+        places = [(mark.owner == number).nonzero().flatten() for number in index.tolist()]
+        owner = torch.arange(len(index)).repeat_interleave(torch.tensor([len(place) for place in places]))
+        taken = rows[torch.cat(places).to(tensor.device)].requires_grad_(tensor.requires_grad)
+        return mark_rows(taken, owner, len(index))
+    if mark is not None or not tensor.dim():
+        return tensor
+    if tensor.size(0) == size:
+        return rows[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
+    if may_be_packed(tensor, size, 0):
+        return rows.unflatten(0, (size, -1))[index.to(tensor.device)].flatten(0, 1)
+    return tensor
+
+
+def doubled(batch: Any) -> Any:
+    """The batch with its float32 tensors as float64."""
+    return mapped(batch, lambda leaf: leaf.double() if leaf.dtype == torch.float32 else leaf)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with this done to each of its tensors: of the same kind, as a loss may ask for attributes of it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[mapped(item, function) for item in value])
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(item, function) for item in value)
+    if hasattr(value, "items"):
+        other = copy.copy(value) if isinstance(value, MutableMapping) else dict(value.items())
+        for key, item in value.items():
+            other[key] = mapped(item, function)
+        return other
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        other = copy.copy(value)  # type: ignore[arg-type]
+        for field in dataclasses.fields(value):
+            object.__setattr__(other, field.name, mapped(getattr(value, field.name), function))
+        return other
+    return value
+
+
+def _leaves(records: Records) -> list[Tensor]:
+    """The tensors of a batch that have a row for each record."""
+    found = nested_tensors(records.batch)
+    return [
+        leaf for leaf in found
+        if leaf.dim() and leaf.size(0) == len(records.numbers) and mark_of(leaf) is None
+        and not leaf.is_nested and not leaf.is_complex()
+    ]  # fmt: skip
+
+
+def _named(value: Any, name: str) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, tuple | list):
+        return [found for place, item in enumerate(value) for found in _named(item, f"{name}[{place}]")]
+    if hasattr(value, "items"):
+        return [found for key, item in value.items() for found in _named(item, f"{name}[{key!r}]")]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value)]
+        return [found for field in fields for found in _named(getattr(value, field), f"{name}.{field}")]
+    return []

@@ -1,0 +1,155 @@
+"""What a run of the program may change, and putting it back: modes, gradients, buffers, attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch_axis.inputs import nested_tensors
+from ..data.random_generators import RandomNumbers, devices_of, generators_of
+
+_OF_TORCH = set(nn.Module().__dict__)  # of every module: hooks, parameters, buffers, parts
+_CONTAINERS = (list, dict, set, deque)
+
+
+class Buffers:
+    """The model's buffers as they are now: for every run to begin with the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def changed(self) -> list[str]:
+        """The names of those that are not what they were."""
+        return [n for m, n, b, kept in self._kept if m._buffers.get(n) is not b or not _equal(b, kept)]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for module, name, buffer, kept in self._kept:
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+                if not _equal(buffer, kept):
+                    buffer.copy_(kept)
+
+
+class Attributes:
+    """What else stands in the modules: numbers, tensors and containers that a forward may set or write into."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(path, module) for path, module in model.named_modules()]
+        self._kept = [
+            {key: (value, _copied(value)) for key, value in module.__dict__.items() if key not in _OF_TORCH}
+            for _, module in self._modules
+        ]
+
+    def changed(self) -> list[str]:
+        """The names of those that are not what they were."""
+        found = []
+        for (path, module), kept in zip(self._modules, self._kept, strict=True):
+            now = {key for key in module.__dict__ if key not in _OF_TORCH}
+            keys = [k for k in now | set(kept) if k not in kept or not _same(module.__dict__.get(k), *kept[k])]
+            found += [f"{path}.{key}" if path else key for key in sorted(keys)]
+        return found
+
+    def put_back(self) -> None:
+        for (_, module), kept in zip(self._modules, self._kept, strict=True):
+            for key in [key for key in module.__dict__ if key not in _OF_TORCH and key not in kept]:
+                del module.__dict__[key]
+            for key, (value, content) in kept.items():
+                if not _same(module.__dict__.get(key), value, content):
+                    _refill(value, content)
+                    module.__dict__[key] = value
+
+
+class Standing:
+    """All that `verify` must leave as it was."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, batch: Any) -> None:
+        self._modes = [(module, module.training) for module in model.modules()]
+        leaves = [*model.parameters(), *(t for t in nested_tensors(batch) if t.is_leaf)]
+        self._grads = [(t, t.grad) for t in leaves]
+        # a forward may write into weights as well: embeddings of bounded norm do
+        self._trained = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+        self._buffers, self._attributes = Buffers(model), Attributes(model)
+        self._random = RandomNumbers(devices_of(model), generators_of(model, loss_fn))
+
+    def clear_grads(self) -> None:
+        """So that no backward adds to what stands in `.grad`."""
+        for tensor, grad in self._grads:
+            if grad is not None:
+                tensor.grad = None
+
+    def put_back(self) -> None:
+        for module, training in self._modes:
+            module.training = training
+        self._attributes.put_back()
+        self._buffers.put_back()
+        with torch.no_grad():
+            for parameter, kept in self._trained:
+                if not _equal(parameter, kept):
+                    parameter.copy_(kept)
+        for tensor, grad in self._grads:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        self._random.put_back()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, so that dropout (also of functions) is off; every module's mode comes back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else None
+
+
+def _same(now: Any, value: Any, content: Any) -> bool:
+    """Whether the attribute is still this value, with this content."""
+    if now is not value:
+        return False
+    if isinstance(value, Tensor):
+        return _equal(value, content)
+    if not isinstance(value, _CONTAINERS):
+        return True
+    if len(value) != len(content):
+        return False
+    if isinstance(value, dict):
+        return all(a is b and value[a] is content[b] for a, b in zip(value, content, strict=True))
+    return all(a is b for a, b in zip(value, content, strict=True))
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Put back what was written into a tensor or a container."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            if value.shape == content.shape and not _equal(value, content):
+                value.copy_(content)
+    elif isinstance(value, _CONTAINERS):
+        kept = copy.copy(content)
+        value.clear()
+        value.extend(kept) if isinstance(value, list | deque) else value.update(kept)

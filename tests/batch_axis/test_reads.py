@@ -1,0 +1,129 @@
+"""Numbers over the batch that Python reads: a warning, unless verified; what they do is found by verify."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fastdp
+from fastdp.errors import BatchReadWarning, VerificationError
+from fastdp.utils import code_location
+
+from ..cases import Net, P, square
+
+B, T, D = 3, 4, 6
+
+
+def harmless(m, x, mask):
+    """A mask without effect is left out."""
+    h = m.a(x)
+    return m.b(h if mask.all() else h * mask[..., None])
+
+
+def harmful(m, x, mask):
+    """Whether any sample is padded changes all of them."""
+    h = m.a(x)
+    return m.b(h if mask.all() else h * m.w)
+
+
+def longest(m, x, mask):
+    """Positions counted from the end of the longest sample."""
+    most = mask.sum(1).max()
+    steps = torch.arange(most)
+    padded = torch.nn.functional.pad(steps, (0, T - len(steps)))
+    return m.b(m.a(x) * padded[None, :, None])
+
+
+def checked(m, x, mask):
+    """An assertion of torch."""
+    torch._check_tensor_all(mask.sum() > 0, lambda: "nothing to see")
+    return m.b(m.a(x))
+
+
+def of_a_sample(m, x, mask):
+    """What is read of one sample for itself."""
+    return torch.stack([m.b(m.a(one)) if keep.all() else m.a(one) for one, keep in zip(x, mask, strict=True)])
+
+
+def mask_of(*lengths):
+    return (torch.arange(T) < torch.tensor(lengths)[:, None]).double()
+
+
+def model_of(forward):
+    torch.manual_seed(0)
+    return Net(forward, a=nn.Linear(D, D), b=nn.Linear(D, D), w=P(D)).double()
+
+
+def batch_of(*lengths):
+    return torch.randn(len(lengths), T, D, dtype=torch.double), mask_of(*lengths).bool()
+
+
+def warned(model, batch):
+    engine = fastdp.PerSampleGradients(model)
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                square(model, batch).mean().backward()
+    finally:
+        engine.detach()
+    return [str(w.message) for w in found if issubclass(w.category, BatchReadWarning)]
+
+
+@pytest.mark.parametrize("forward", [harmless, harmful, longest])
+def test_one_warning_names_function_and_line(forward):
+    (message,) = warned(model_of(forward), batch_of(4, 2, 3))
+    operation = "max()" if forward is longest else "all()"
+    assert operation in message and "in module 'Net'" in message and "test_reads.py, line" in message, message
+
+
+@pytest.mark.parametrize("forward", [checked, of_a_sample])
+def test_no_warning(forward):
+    assert warned(model_of(forward), batch_of(4, 2, 3)) == []
+
+
+def test_a_comparison_of_all_samples():
+    assert len(warned(model_of(lambda m, x, mask: m.a(x) if torch.equal(x, x) else x), batch_of(4, 2, 3))) == 1
+
+
+def test_a_sample_alone_reads_nothing_of_others():
+    assert warned(model_of(harmful), batch_of(2)) == []
+
+
+def test_verified_reads_are_not_warned_of():
+    model = model_of(harmless)
+    assert fastdp.verify(model, square, batch_of(4, 2, 3)).ok
+    assert warned(model, batch_of(4, 4, 2)) == []
+    other = model_of(harmless)
+    assert fastdp.verify(other, square, batch_of(4, 4, 4)).ok  # nothing padded: that shows nothing
+    assert len(warned(other, batch_of(4, 4, 2))) == 1
+
+
+def test_verify_names_what_was_read():
+    with pytest.raises(VerificationError, match=r"test_reads.py, line \d+, being False: all\(\) in module 'Net'"):
+        fastdp.verify(model_of(harmful), square, batch_of(4, 2, 3))
+
+
+def test_as_an_error_it_refuses():
+    engine = fastdp.PerSampleGradients(model_of(harmful))
+    with warnings.catch_warnings(), pytest.raises(BatchReadWarning):
+        warnings.simplefilter("error", BatchReadWarning)
+        square(engine.model, batch_of(4, 2, 3))
+    engine.detach()
+
+
+def test_a_folder_whose_name_begins_like_fastdps_is_the_users() -> None:
+    """Code beside the installed package, or a copy of it: what it reads and computes with is looked at."""
+    for path in (
+        code_location.FASTDP.rstrip("/") + "_experiments/train.py",
+        code_location.TORCH.rstrip("/") + "_extras/loss.py",
+    ):
+        namespace: dict[str, Any] = {"sys": sys}
+        exec(compile("def asking():\n    return sys._getframe()", path, "exec"), namespace)
+        frame = namespace["asking"]()
+        assert code_location.users(frame) is frame

@@ -1,0 +1,362 @@
+"""A collate_fn that makes rows of other samples is refused; one that pads, sorts, masks or counts is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+import fastdp
+from fastdp.compat.opacus.data_loader import DPDataLoader
+from fastdp.data.collate_mixing import refuse_mixing
+from fastdp.errors import SampleMixingError
+
+Item = tuple[Tensor, Tensor]
+K = 4
+
+
+def records(count: int = 40) -> TensorDataset:
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(count, 6), torch.randint(0, K, (count,)))
+
+
+def one_hot(batch: list[Item]) -> tuple[Tensor, Tensor]:
+    x, y = default_collate(batch)
+    return x, F.one_hot(y, K).float()
+
+
+def blend(x: Tensor, t: Tensor, other: Any, share: float) -> tuple[Tensor, Tensor]:
+    return share * x + (1 - share) * x[other], share * t + (1 - share) * t[other]
+
+
+def flipped(batch: list[Item]) -> Any:
+    x, t = one_hot(batch)
+    return blend(x, t, torch.arange(len(x)).flip(0), 0.7)
+
+
+def rolled(batch: list[Item]) -> Any:
+    x, t = one_hot(batch)
+    return blend(x, t, torch.arange(len(x)).roll(1), float(torch.rand(())))
+
+
+def permuted(batch: list[Item]) -> Any:
+    x, t = one_hot(batch)
+    return blend(x, t, torch.randperm(len(x)), random.random() / 2)
+
+
+def by_numpy(batch: list[Item]) -> Any:
+    x, t = one_hot(batch)
+    return blend(x, t, torch.from_numpy(np.random.permutation(len(x))), 0.5)
+
+
+def by_its_own_generator() -> Callable[[list[Item]], Any]:
+    generator = np.random.default_rng(0)
+
+    def mix(batch: list[Item]) -> Any:
+        x, t = one_hot(batch)
+        return blend(x, t, torch.from_numpy(generator.permutation(len(x))), 0.5)
+
+    return mix
+
+
+def chained(batch: list[Item]) -> Any:
+    """Each with the one before it: the last reaches no other."""
+    x, t = one_hot(batch)
+    return torch.cat([x[:1], (x[1:] + x[:-1]) / 2]), t
+
+
+def standardized(batch: list[Item]) -> Any:
+    x, y = default_collate(batch)
+    return (x - x.mean(0)) / x.std(0), y
+
+
+def arrays(batch: list[Item]) -> Any:
+    x = np.stack([x.numpy() for x, _ in batch])
+    return {"x": x * 0.9 + 0.1 * x[::-1], "y": np.array([int(y) for _, y in batch])}
+
+
+def mosaic(batch: list[Item]) -> Any:
+    """A list of images, as detectors take them."""
+    images = [x.reshape(1, 2, 3) for x, _ in batch]
+    return [torch.cat([a[:, :1], b[:, 1:]], 1) for a, b in zip(images, images[1:] + images[:1], strict=True)]
+
+
+def in_pairs(batch: list[Item]) -> Any:
+    """Of an even number of records, as image libraries mix them."""
+    if len(batch) % 2:
+        raise ValueError("an even number of records is needed")
+    return flipped(batch)
+
+
+MIXES = [in_pairs, arrays, mosaic, flipped, rolled, permuted, by_numpy, by_its_own_generator(), chained, standardized]
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.__name__)
+@pytest.mark.parametrize("size", [2, 3, 30])
+def test_mixing_is_refused(mix: Callable[..., Any], size: int) -> None:
+    items = [records()[i] for i in range(size)]
+    seen = 0
+    for seed in range(20):  # a permutation of few may leave some where they are
+        torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+        try:
+            refuse_mixing(mix, items)
+        except SampleMixingError as error:
+            assert "collate_fn" in str(error) and mix.__name__ in str(error)
+            seen += 1
+        if mix is not in_pairs:
+            mix(items)
+    if mix is in_pairs and size < 4:  # of 2 and 3 records nothing can be said: fewer of them fail
+        return
+    assert seen >= 16 if size == 30 else seen > 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_refuses_it_and_verify_finds_it(workers: int) -> None:
+    model = nn.Linear(6, K)
+    loader = fastdp.poisson_loader(records(), expected_batch_size=20, collate_fn=rolled, num_workers=workers)
+    with pytest.raises(SampleMixingError, match=r"collate_fn \(rolled\) makes the rows"):
+        next(iter(loader))
+    loss = lambda m, b: F.cross_entropy(m(b[0]), b[1])
+    for given, options in ((list(records())[:8], {"collate_fn": rolled}), (loader, {}),
+                           (DataLoader(records(), batch_size=8, collate_fn=rolled), {})):  # fmt: skip
+        with pytest.raises(SampleMixingError, match="other samples"):
+            fastdp.verify(model, loss, given, **options)
+        report = fastdp.verify(model, loss, given, raise_on_failure=False, **options)
+        assert not report.ok and "collate_fn" in report.problem
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_views_of_a_sample_may_be_mixed_and_samples_may_not(K: int) -> None:
+    items = [records()[i // K] for i in range(6 * K)]
+    items = [(x + i, y) for i, (x, y) in enumerate(items)]  # views that differ
+
+    def within(batch: list[Item]) -> Any:
+        x, t = one_hot(batch)
+        return x.view(-1, K, 6).roll(1, 1).flatten(0, 1) * 0.3 + x * 0.7, t
+
+    refuse_mixing(within, items, views=K)
+    with pytest.raises(SampleMixingError):
+        refuse_mixing(flipped, items, views=K)
+
+
+def test_with_persons_nothing_is_tried() -> None:
+    """Whose the records are is not known there, and those of one person may be mixed."""
+    data, people = records(), [i // 4 for i in range(40)]
+    given: dict[str, Any] = {"expected_batch_size": 8, "collate_fn": standardized, "seed": 1}
+    assert len([*fastdp.poisson_loader(data, group_by=people, **given)])
+    with pytest.raises(SampleMixingError):
+        next(iter(fastdp.poisson_loader(data, **given)))
+    with pytest.raises(SampleMixingError):
+        next(iter(fastdp.poisson_loader(data, augmentations=2, **given)))
+
+
+class GroupedKernels(Dataset[Any]):
+    """Gives a batch for many records at once, as data sets of columns do."""
+
+    def __init__(self, form: str) -> None:
+        self.x, self.y = records().tensors
+        self.makes = FORMS[form]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.makes(self.x[place], self.y[place])
+
+    def __getitems__(self, places: list[int]) -> Any:
+        return self.makes(self.x[places], self.y[places])
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda x, y: {"x": x, "names": [str(i) for i in y.flatten().tolist()], "length": 3},
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x.numpy(), y.numpy(), x[..., 0].numpy()],
+    "tensor": lambda x, y: x,
+    "dataclass": lambda x, y: Columns(x, y),
+}
+
+
+@dataclass
+class Columns:
+    x: Tensor
+    y: Tensor
+
+
+def inputs_of(batch: Any) -> Tensor:
+    x = batch["x"] if isinstance(batch, dict) else getattr(batch, "x", batch)
+    return torch.as_tensor(x[0] if isinstance(x, tuple | list) else x)
+
+
+def as_it_is(batch: Any) -> Any:
+    if isinstance(batch, list):  # written into, with a sign by the first column
+        batch[0] *= np.sign(batch[2])[:, None]
+        return [torch.from_numpy(column) for column in batch]
+    return batch
+
+
+def in_a_ring(batch: Any) -> Tensor:
+    x = inputs_of(batch)
+    return (x + x.roll(1, 0)) / 2
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_data_sets_that_give_batches(form: str, part: bool) -> None:
+    data: Any = Subset(GroupedKernels(form), range(5, 35)) if part else GroupedKernels(form)
+    loss = lambda m, b: m(inputs_of(b).float()).square().sum(1).mean()
+    options: dict[str, Any] = {"sample_rate": 0.3, "steps": 5, "seed": 1}
+    apart = fastdp.poisson_loader(data, collate_fn=as_it_is, **options)
+    every = {tuple(row) for row in inputs_of(as_it_is(GroupedKernels(form).__getitems__([*range(40)]))).tolist()}
+    drawn = [{tuple(row) for row in inputs_of(batch).tolist()} for batch in apart]
+    assert len(drawn) == 5 and all(rows and rows <= every for rows in drawn)  # what is trained on was not tried with
+    assert fastdp.verify(nn.Linear(6, K), loss, apart).ok
+    with pytest.raises(SampleMixingError, match="in_a_ring"):
+        next(iter(fastdp.poisson_loader(data, collate_fn=in_a_ring, **options)))
+    with pytest.raises(SampleMixingError, match="in_a_ring"):
+        next(iter(DPDataLoader(data, sample_rate=0.3, collate_fn=in_a_ring)))
+    ordinary = DataLoader(data, batch_size=8, collate_fn=in_a_ring)
+    assert not fastdp.verify(nn.Linear(6, K), lambda m, x: m(x).square().sum(1).mean(), ordinary,
+                             raise_on_failure=False).ok  # fmt: skip
+    assert len([*fastdp.poisson_loader(data, collate_fn=as_it_is, group_by=[0, 1] * (len(data) // 2), **options)]) == 5
+
+
+# ---------------------------------------------------------------------- what is not mixing
+
+
+def texts(count: int = 12) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(1, 50) for _ in range(draw.randrange(2, 9))] for _ in range(count)]
+
+
+def padded(batch: list[list[int]]) -> Tensor:
+    longest = max(map(len, batch))
+    return torch.tensor([[0] * (longest - len(text)) + text for text in batch])
+
+
+def sorted_by_length(batch: list[list[int]]) -> Any:
+    batch = sorted(batch, key=len, reverse=True)
+    return padded(batch), torch.tensor([len(text) for text in batch])
+
+
+def masked(batch: list[list[int]]) -> Any:
+    ids = padded(batch)
+    return ids.masked_fill(torch.bernoulli(torch.full(ids.shape, 0.3)).bool() & (ids > 0), 49)
+
+
+def sorted_and_masked(batch: list[list[int]]) -> Any:
+    return masked(sorted(batch, key=len, reverse=True))
+
+
+def sorted_by_value_and_masked(batch: list[list[int]]) -> Any:
+    return masked([text[:2] for text in sorted(batch, key=lambda text: text[0])])
+
+
+def words_masked(batch: list[list[int]]) -> Any:
+    return padded([[49 if random.random() < 0.3 else word for word in text] for text in batch])
+
+
+def words_of_one_masked(batch: list[list[int]]) -> Any:
+    """As many draws as a text asks for: those after it have others."""
+    return padded([[49 if word % 2 and random.random() < 0.5 else word for word in text] for text in batch])
+
+
+def places(batch: list[list[int]]) -> Any:
+    return padded(batch), torch.arange(len(batch))
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, batch: list[list[int]]) -> Any:
+        self.count += 1
+        return padded(batch) * self.count
+
+
+def shrinking(batch: list[list[int]]) -> Any:
+    """Takes the records apart."""
+    return torch.tensor([text.pop() for text in batch])
+
+
+def time_first(batch: list[list[int]]) -> Any:
+    """As many times as there are texts, in some batches."""
+    return F.pad(padded(batch), (0, 12))[:, :12].T.contiguous()
+
+
+def images(batch: list[list[int]]) -> Any:
+    return [torch.tensor(text[:2])[:, None].repeat(1, 3).T for text in batch]  # 3 channels
+
+
+def graphs(batch: list[list[int]]) -> Any:
+    """Edges [2, E] of all graphs, each a chain."""
+    starts, at = [], 0
+    for text in batch:
+        starts.append(torch.arange(at, at + len(text) - 1))
+        at += len(text)
+    return torch.tensor(sum(batch, [])), torch.stack([torch.cat(starts), torch.cat(starts) + 1])
+
+
+def flat(batch: list[list[int]]) -> Any:
+    return torch.tensor(sum(batch, []))
+
+
+def fails_on_equal_texts(batch: list[list[int]]) -> Any:
+    if len({tuple(text) for text in batch}) < len(batch):
+        raise ValueError("a text is there twice")
+    return padded(batch)
+
+
+APART = [padded, sorted_by_length, masked, sorted_and_masked,
+         sorted_by_value_and_masked, words_masked, words_of_one_masked, places, Counting(),
+         shrinking, flat, time_first, images, graphs, fails_on_equal_texts]  # fmt: skip
+
+
+@pytest.mark.parametrize("collate", APART, ids=lambda c: getattr(c, "__name__", "counting"))
+def test_what_keeps_samples_apart_goes_on(collate: Callable[..., Any]) -> None:
+    for seed in range(20):
+        random.seed(seed), torch.manual_seed(seed), np.random.seed(seed)
+        chosen = random.sample(texts(30), random.choice((1, 2, 3, 12)))
+        before = [list(text) for text in chosen]
+        states = random.getstate(), torch.get_rng_state(), np.random.get_state()[2]
+        refuse_mixing(collate, chosen)
+        assert chosen == before
+        assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
+        assert states[2] == np.random.get_state()[2]
+
+
+def test_equal_records_and_odd_batches() -> None:
+    refuse_mixing(one_hot, [records()[0]] * 5)
+    refuse_mixing(lambda batch: {"a": None, "b": [torch.tensor(1.0)] * len(batch)}, [1, 2, 3])
+    refuse_mixing(lambda batch: torch.stack([x.bfloat16() for x, _ in batch]), list(records(4)))
+    refuse_mixing(lambda batch: None, [1, 2])
+
+
+class Spy:
+    """Counts what it is called for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch: list[Item]) -> Any:
+        self.calls += 1
+        return default_collate(batch)
+
+
+def test_it_is_tried_at_few_calls() -> None:
+    def batches() -> Iterator[Spy]:
+        for steps in (64, 256):
+            spy = Spy()
+            for _ in fastdp.poisson_loader(records(), expected_batch_size=20, steps=steps, collate_fn=spy):
+                pass
+            yield spy
+
+    few, many = batches()
+    assert 64 < few.calls <= 64 + 7 * 6 and many.calls - few.calls <= 256 - 64 + 2 * 6

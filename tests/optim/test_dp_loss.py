@@ -1,0 +1,256 @@
+"""DPLoss: its numbers, its gradient by hand, and that each sample's loss is its own."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastdp
+from fastdp.errors import StepError
+from fastdp.losses import DPLoss
+from fastdp.losses.dp_loss import focal_loss
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
+
+
+def cnn() -> nn.Sequential:
+    torch.manual_seed(0)
+    tanh = nn.Tanh()  # one module for both places
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), tanh, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5), tanh, nn.Linear(5, 3)
+    )
+
+
+def images(n: int = 6):
+    torch.manual_seed(1)
+    return torch.randn(n, 1, 8, 8), torch.arange(n) % 3
+
+
+FIRST = {"scores": "probabilities", "sums": True, "focal": 2.0}  # the reading without the paper's text
+
+
+def test_numbers_of_the_first_reading_written_out():
+    """Logits 0 0 (p = 1/2), pre-activations 1 and 2, alpha = sigmoid(ln 3) = 3/4, beta 10."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model[0].bias.copy_(torch.tensor([1.0, 2.0]))
+    x, y = torch.zeros(3, 1), torch.tensor([0, 1, 1])
+    for options, error in (
+        ({}, 0.25 + 0.25),
+        ({"error": "sae"}, 0.5 + 0.5),
+        ({"error": "huber"}, 0.125 + 0.125),
+        ({"error": "huber", "huber_delta": 0.25}, 2 * 0.25 * (0.5 - 0.125)),
+        ({"scores": "logits"}, 1.0),
+    ):
+        loss = DPLoss(model, threshold=2.0, beta=10.0, **{**FIRST, **options})
+        loss.epoch = 2.0 + math.log(3)
+        each = loss(model(x), y, reduction="none")
+        wanted = 0.75 * 0.25 * math.log(2) + 0.25 * error + 0.25 / 10 * (1 + 4)
+        assert each.tolist() == pytest.approx([wanted] * 3, rel=1e-6)
+        assert loss.terms == pytest.approx(
+            {"focal": 0.25 * math.log(2), loss.error: error, "reg": 5.0, "alpha": 0.75}, rel=1e-6
+        )
+        assert float(loss(model(x), y).detach()) == pytest.approx(wanted, rel=1e-6)
+        assert float(loss(model(x), y, reduction="sum").detach()) == pytest.approx(3 * wanted, rel=1e-6)
+        loss.remove()
+
+
+def by_hand(model, x, y, alpha: float, beta: float, gamma: float):
+    """Loss and gradients of one sample, from the formulas, in float64."""
+    w, b, v, c = (p.detach().double() for p in model.parameters())
+    a = w @ x.double() + b
+    h = a.tanh()
+    z = v @ h + c
+    p = (z - z.max()).exp() / (z - z.max()).exp().sum()
+    py, off = p[y], p.clone()
+    off[y] -= 1
+    loss = alpha * -((1 - py) ** gamma) * py.log() + (1 - alpha) * (off @ off) + (1 - alpha) / beta * (a @ a)
+    focal_by_p = gamma * (1 - py) ** (gamma - 1) * py.log() - (1 - py) ** gamma / py
+    dz = -alpha * focal_by_p * py * off  # dp_y/dz_k = p_y ([k = y] - p_k)
+    dz = dz + (1 - alpha) * 2 * p * (off - off @ p)  # dp_j/dz_k = p_j ([j = k] - p_k)
+    da = (v.T @ dz) * (1 - h**2) + (1 - alpha) / beta * 2 * a
+    return loss, [torch.outer(da, x.double()), da, torch.outer(dz, h), dz]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_gradient_by_hand(gamma):
+    model = mlp().double()
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 4, 0])
+    loss = DPLoss(model, threshold=1.5, beta=3.0, **{**FIRST, "focal": gamma})
+    loss.epoch = 1.0
+    engine = fastdp.PerSampleGradients(model)
+    value = loss(model(x), y)
+    value.backward()
+    found = engine.materialize()
+    truth = [by_hand(model, x[i], int(y[i]), 1 / (1 + math.exp(0.5)), 3.0, gamma) for i in range(6)]
+    assert float(value.detach()) == pytest.approx(float(sum(t for t, _ in truth)) / 6, rel=1e-12)
+    for place, grads in enumerate(found.values()):
+        assert torch.allclose(grads, torch.stack([g[place] for _, g in truth]), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"error": "sae"}, {"error": "huber"}, {"beta": math.inf}, {"scores": "probabilities"}, FIRST]
+)
+@pytest.mark.parametrize("budget", [None, 1])
+def test_verify_passes(options, budget):
+    model, batch = cnn(), images()
+    loss = DPLoss(model, **{"threshold": 0.5, "beta": 20.0, **options})
+    assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), batch, memory_budget=budget).ok
+    assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1], "sum"), batch, loss_reduction="sum").ok
+    assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), batch, group_by=[0, 1, 0, 2, 2, 1]).ok
+
+
+def test_a_planted_mean_over_the_batch_is_found(monkeypatch: pytest.MonkeyPatch):
+    """A penalty on the norm of the whole batch couples samples: verify must say so."""
+    model, batch = cnn(), images()
+    loss = DPLoss(model, threshold=0.5, beta=20.0)
+    take = loss.inputs.take
+    monkeypatch.setattr(loss.inputs, "take", lambda logits: take(logits).sum().sqrt().expand(len(logits)))
+    with pytest.raises(fastdp.errors.VerificationError):
+        fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), batch)
+
+
+def test_a_term_that_is_left_out_would_be_found():
+    """The penalty's gradient is a good part of the whole: without it the norms differ."""
+    found = []
+    for beta in (20.0, math.inf):
+        model, (x, y) = cnn(), images()
+        loss = DPLoss(model, threshold=0.5, beta=beta, **FIRST)
+        engine = fastdp.PerSampleGradients(model)
+        loss(model(x), y).backward()
+        found.append(engine.norms())
+    assert bool((found[0] > 1.5 * found[1]).all())
+
+
+def test_microbatches_of_a_loader_add_up_to_one_backward():
+    sums = []
+    for limit in (None, 4):
+        model, (x, y) = cnn(), images(24)
+        loss = DPLoss(model, threshold=0.5, beta=20.0)
+        data = torch.utils.data.TensorDataset(x, y)
+        loader = fastdp.poisson_loader(data, sample_rate=0.5, max_physical_batch_size=limit, seed=3, steps=3)
+        optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1)
+        for a, b in loader:
+            loss.epoch = 0.5
+            loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sums.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(sums[0], sums[1], atol=1e-6)
+    assert not torch.allclose(sums[0], torch.cat([p.detach().flatten() for p in cnn().parameters()]), atol=1e-3)
+
+
+def test_evaluation_gives_the_same_number_and_keeps_no_graph():
+    model, (x, y) = cnn(), images()
+    loss = DPLoss(model, threshold=0.5, beta=20.0)
+    value = float(loss(model(x), y).detach())
+    model.eval()
+    with torch.no_grad():
+        assert float(loss(model(x), y)) == pytest.approx(value, rel=1e-6)
+        for _ in range(3):
+            logits = model(x)
+        assert float(loss(logits, y)) == pytest.approx(value, rel=1e-6)  # the last forward's own output
+        model(x)
+        other = model(x).clone()
+        with pytest.raises(StepError, match="not known to have made"):
+            loss(other, y)
+    assert all(not forward.noted for forward in loss.inputs.forwards)
+    assert float(loss(model(x), y).detach()) == pytest.approx(value, rel=1e-6)
+
+
+def test_several_forwards_are_told_apart():
+    model, (x, y) = cnn(), images()
+    loss = DPLoss(model, threshold=0.5, beta=20.0)
+    wanted = [float(loss(model(k * x), y).detach()) for k in (1, 2)]
+    first, second = model(x) * 1.0, model(2 * x)[:, :]
+    third = model(x)
+    for logits, value in ((second, wanted[1]), (first, wanted[0]), (third, wanted[0])):
+        assert float(loss(logits, y).detach()) == pytest.approx(value, rel=1e-6)
+    with pytest.raises(StepError, match="come from no forward"):
+        loss(first, y)  # twice
+    with pytest.raises(StepError, match="come from 2 forwards"):
+        loss(model(x) + model(2 * x), y)
+    with pytest.raises(StepError, match="come from no forward"):
+        loss(torch.zeros(6, 3, requires_grad=True) * 1, y)
+    for _ in range(50):  # forwards that no loss is asked for are not kept
+        model(x)
+    assert len(loss.inputs.forwards) < 8
+
+
+def test_copies_and_pickles_of_a_model_are_free_and_the_loss_is_refused():
+    model, (x, y) = mlp(), (torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))
+    loss = DPLoss(model, threshold=0.5, beta=20.0)
+    twin = copy.deepcopy(model)
+    again = pickle.loads(pickle.dumps(model))
+    twin(x), again(x)
+    assert not loss.inputs.forwards
+    with pytest.raises(StepError, match="come from no forward"):
+        loss(twin(x), y)
+    ours = DPLoss(twin, threshold=0.5, beta=20.0)
+    assert float(ours(twin(x), y).detach()) == pytest.approx(float(loss(model(x), y).detach()))
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="make a new"):
+            copying(loss)
+
+
+def test_remove_leaves_the_model_as_it_was():
+    model = cnn()
+    before = [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
+    loss = DPLoss(model, threshold=0.5, beta=20.0)
+    loss.remove()
+    assert [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()] == before
+    with pytest.raises(StepError, match="removed"):
+        loss(model(images()[0]), images()[1])
+
+
+def test_sure_and_empty_batches():
+    logits = torch.tensor([[80.0, 0.0, 0.0], [0.0, 800.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    for gamma in (0.0, 0.5, 1.0, 2.0):
+        each = focal_loss(logits, torch.tensor([0, 0, 1]), gamma)
+        assert torch.allclose(each, torch.tensor([0.0, 800.0, (2 / 3) ** gamma * math.log(3)]), atol=1e-6)
+        (grad,) = torch.autograd.grad(each.sum(), logits)
+        assert bool(torch.isfinite(grad).all())
+    plain = F.cross_entropy(logits, torch.tensor([0, 0, 1]), reduction="none")
+    assert torch.allclose(focal_loss(logits, torch.tensor([0, 0, 1]), 0), plain)
+    model, (x, y) = cnn(), images()
+    loss = DPLoss(model, threshold=0.5, beta=20.0)
+    empty = loss(model(x[:0]), y[:0])
+    assert float(empty.detach()) == 0
+    empty.backward()
+
+
+def test_alpha_and_arguments():
+    loss = DPLoss(mlp(), threshold=3.0, beta=1.0)
+    assert loss.alpha == pytest.approx(1 / (1 + math.exp(3)))
+    loss.epoch = 1e6
+    assert loss.alpha == 1.0
+    assert DPLoss(mlp(), threshold=math.inf, beta=1.0).alpha == 0.0
+    for name, value in (("beta", 0.0), ("beta", math.nan), ("threshold", math.nan), ("focal", -1.0), ("error", "mse"),
+                        ("huber_delta", 0.0), ("scores", "softmax"), ("threshold", "3"), ("beta", True),
+                        ("sums", 1)):  # fmt: skip
+        with pytest.raises(ValueError):
+            DPLoss(mlp(), **{"threshold": 1.0, "beta": 1.0, name: value})
+    with pytest.raises(ValueError):
+        loss.epoch = math.inf
+    for logits, labels, reduction in (
+        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "mean"),
+        (torch.zeros(2, 1), torch.tensor([0, 0]), "mean"),
+        (torch.zeros(2, 3), torch.zeros(2), "mean"),
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), "mean"),
+        (torch.zeros(2, 3), torch.tensor([0, 1]), "max"),
+        (torch.zeros(2, 3), torch.tensor([0, 3]), "mean"),
+        (torch.zeros(2, 3), torch.tensor([-100, 1]), "mean"),
+    ):
+        with pytest.raises(ValueError):
+            loss(logits, labels, reduction)

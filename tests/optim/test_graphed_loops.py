@@ -1,0 +1,184 @@
+"""Replayed steps in loops of other make: by their backward, by a loss with a backward, for batches of many shapes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import fastdp
+from fastdp.errors import GraphError
+from fastdp.optim import graphed_shapes
+
+from .test_graphed import B, Net, assert_equal, batch, eagerly, losses, pair
+
+
+@pytest.mark.parametrize("way", ["backward", "loss"])
+def test_a_loop_with_a_step_of_its_own(way: str) -> None:
+    (one, first), (two, second) = pair()
+    step = second.graphed(losses, batch(99), sizes=(4, B))
+    for number, size in enumerate((B, 5, 3, B, B + 2, 2)):  # one of them goes through Python
+        a = eagerly(one, first, batch(number, size))
+        if way == "backward":
+            b = step.backward(*batch(number, size))
+            assert not b.requires_grad
+        else:
+            b = step.loss(*batch(number, size))
+            b.backward()
+        assert not torch.equal(two.head.weight, one.head.weight)  # the step is still to be made
+        second.step()
+        second.zero_grad()
+        torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-6)
+        for p, q in zip(one.parameters(), two.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+            q.data.copy_(p)  # Adam magnifies the rounding of padded sums
+    assert (step.replayed, step.eager) == (5, 1)
+    assert first.history == second.history == [(0.7, None, 6)]
+
+
+@pytest.mark.parametrize("wrong", [lambda loss: loss * 2, lambda loss: loss / 3, lambda loss: loss + loss])
+def test_a_loss_that_was_changed_is_refused(wrong: Any) -> None:
+    (_, _), (two, second) = pair()
+    step = second.graphed(losses, batch(99))
+    with pytest.raises(GraphError, match="was scaled, or added up"):
+        wrong(step.loss(*batch(1))).backward()
+    with pytest.raises(fastdp.errors.StepError, match="without a backward"):
+        second.step()
+    loss = step.loss(*batch(1))
+    loss.backward(retain_graph=True)
+    with pytest.raises(GraphError, match="second backward"):
+        loss.backward()
+    second.step()
+    assert second.history == [(0.7, None, 1)]
+
+
+def test_a_closure() -> None:
+    (one, first), (two, second) = pair()
+    step = second.graphed(losses, batch(99))
+    for number in range(3):
+        eagerly(one, first, batch(number))
+
+        def closure(number: int = number) -> Tensor:
+            second.zero_grad()
+            loss = step.loss(*batch(number))
+            loss.backward()
+            return loss
+
+        second.step(closure)
+    assert_equal(one, two)
+
+
+# --------------------------------------------------------------------------- of many shapes
+
+
+def texts(seed: int, length: int, size: int = B) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 11, (size, length), generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def test_every_shape_is_recorded_when_it_comes_again() -> None:
+    (one, first), (two, second) = pair()
+    step = second.graphed(losses, sizes=(B,))
+    lengths = [3, 5, 3, 5, 3, 2, 5, 2, 2, 5]
+    for number, length in enumerate(lengths):
+        a, b = eagerly(one, first, texts(number, length)), step(*texts(number, length))
+        assert torch.equal(a, b)
+    assert_equal(one, two)
+    assert (step.replayed, step.eager) == (len(lengths) - 3, 3)
+
+
+def test_more_shapes_than_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_shapes, "SHAPES", 2)
+    (one, first), (two, second) = pair()
+    step = second.graphed(losses, sizes=(B,))
+    with pytest.warns(UserWarning, match="batches of 2 shapes are recorded, and there are more") as seen:
+        for number, length in enumerate([2, 2, 3, 3, 4, 4, 4, 5]):
+            eagerly(one, first, texts(number, length))
+            step(*texts(number, length))
+    assert [w.filename for w in seen if "pad to fewer" in str(w.message)] == [__file__]
+    assert_equal(one, two)
+    assert (step.replayed, step.eager) == (2, 6)
+
+
+@pytest.mark.parametrize("shapes", [True, False])
+def test_within_a_logical_batch(shapes: bool) -> None:
+    """Recorded between two physical batches, in the middle of a logical one, and with empty ones."""
+    data, models = TensorDataset(*batch(7, 40)), []
+    for graphed in (False, True):
+        model = Net()
+        optimizer = fastdp.DPSGD(model, lr=0.05, noise_multiplier=0.7, max_grad_norm=0.5, seed=5)
+        step = optimizer.graphed(losses, sizes=(3,)) if shapes else optimizer.graphed(losses, batch(99), sizes=(3,))
+        loader = fastdp.poisson_loader(data, sample_rate=0.1, steps=12, seed=3, max_physical_batch_size=3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number, (ids, labels) in enumerate(loader):
+                if number == 5:
+                    model.one.train(False)  # recorded again
+                if graphed:
+                    step(ids, labels)
+                else:
+                    eagerly(model, optimizer, (ids, labels))
+        assert optimizer.history == [(0.7, 0.1, 12)]
+        models.append(model)
+        assert not graphed or step.replayed > 5
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+# --------------------------------------------------------------------------- Lightning
+
+
+@pytest.mark.parametrize("part", [True, False])
+@pytest.mark.parametrize("manual", [False, True])
+def test_lightning(manual: bool, part: bool, tmp_path: Any) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from fastdp.lightning import DPCallback, stream
+
+    data = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)
+
+    class Module(lightning.LightningModule):
+        def __init__(self, graphed: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net, self.steps, self.graphed = nn.Linear(4, 3), None, graphed
+            self.automatic_optimization = not manual
+
+        def configure_optimizers(self):
+            options = dict(lr=0.1, noise_multiplier=0.5, max_grad_norm=0.5, seed=5)
+            self.private = fastdp.DPSGD(self.net if part else self, **options)
+            return self.private
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, number):
+            if self.steps is None and self.graphed:
+                each = lambda net, x, y: F.cross_entropy(net(x), y, reduction="none")
+                self.steps = self.private.graphed(each, sizes=(4,))
+            loss = self.steps.loss(*batch) if self.graphed else F.cross_entropy(self(batch[0]), batch[1])
+            if manual:
+                self.manual_backward(loss)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return loss
+
+    modules = []
+    for graphed in (False, True):
+        loader = fastdp.poisson_loader(data, sample_rate=0.2, steps=5, seed=1, max_physical_batch_size=4)
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False, default_root_dir=str(tmp_path),
+            callbacks=[DPCallback(delta=1e-3)],
+        )  # fmt: skip
+        module = Module(graphed)
+        trainer.fit(module, stream(loader))
+        assert module.private.history == [(0.5, 0.2, 10)]
+        modules.append(module)
+    assert modules[1].steps.replayed > 10
+    for p, q in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,190 @@
+"""The ledger on the disk: what it holds when a process dies, what is counted once, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fastdp
+from fastdp.accounting import ledger_file
+from fastdp.errors import AccountingError, StepError
+
+pytestmark = pytest.mark.filterwarnings("ignore::fastdp.errors.NotVerifiedWarning")
+
+
+def make(path, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 8, "sample_rate": 0.1, **options}
+    return fastdp.DPSGD(model, lr=0.1, ledger=path, **given), model
+
+
+def train(optimizer, model, steps):
+    for _ in range(steps):
+        model(torch.randn(8, 4)).square().sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def spent(optimizer):
+    return sum(run[2] for run in optimizer._privacy.ledger.spent)
+
+
+def test_steps_after_the_checkpoint_count_and_others_count_once(tmp_path):
+    path = tmp_path / "ledger"
+    optimizer, model = make(path)
+    train(optimizer, model, 3)
+    state = optimizer.state_dict()
+    optimizer.noise_multiplier = 2.0
+    train(optimizer, model, 2)
+    once = optimizer.epsilon(1e-5)
+    optimizer.detach()
+    again, model = make(path)
+    with pytest.warns(UserWarning, match=r"2 noised step\(s\) of the ledger file are not in the history"):
+        again.load_state_dict(state)
+    assert spent(again) == 5 and again.history == [(1.0, 0.1, 3)]
+    assert again.epsilon(1e-5) == pytest.approx(once, rel=1e-6)
+    train(again, model, 2)  # redone
+    assert spent(again) == 7
+    state = again.state_dict()
+    again.detach()
+    third, model = make(path)
+    third.load_state_dict(state)  # nothing was made after it
+    assert spent(third) == 7
+
+
+def test_what_no_state_holds_is_counted_and_said(tmp_path):
+    optimizer, model = make(tmp_path / "ledger")
+    train(optimizer, model, 3)
+    optimizer.detach()
+    other, model = make(tmp_path / "ledger")
+    assert spent(other) == 3
+    with pytest.warns(UserWarning, match=r"holds 3 noised step\(s\) from before, and no state was loaded"):
+        train(other, model, 1)
+    assert spent(other) == 4
+
+
+def test_a_line_is_synced_before_the_weights_change(tmp_path, monkeypatch):
+    optimizer, model = make(tmp_path / "ledger")
+    before, seen = model.weight.detach().clone(), []
+    real = os.fsync
+
+    def synced(file):
+        real(file)
+        seen.append(((tmp_path / "ledger").read_bytes().count(b"\n"), torch.equal(model.weight, before)))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    train(optimizer, model, 1)
+    assert seen == [(2, True)] and not torch.equal(model.weight, before)
+
+
+def test_a_step_that_cannot_be_written_is_not_made(tmp_path, monkeypatch):
+    optimizer, model = make(tmp_path / "ledger")
+    train(optimizer, model, 1)
+    before, content = model.weight.detach().clone(), (tmp_path / "ledger").read_bytes()
+    real = os.write
+
+    def full(file, data):
+        real(file, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StepError, match="could not be written to the ledger .*No space left.* so it was not made"):
+        train(optimizer, model, 1)
+    assert torch.equal(model.weight, before) and optimizer.history == [(1.0, 0.1, 1)]
+    assert (tmp_path / "ledger").read_bytes() == content  # without the half line
+    monkeypatch.undo()
+    optimizer.zero_grad()
+    train(optimizer, model, 1)
+    assert optimizer.history == [(1.0, 0.1, 2)]
+
+
+def test_gradients_of_a_step_that_was_not_written_are_dropped(tmp_path, monkeypatch):
+    optimizer, model = make(tmp_path / "ledger", noise_multiplier=0.0)
+    before = model.weight.detach().clone()
+    model(torch.randn(8, 4)).square().sum(1).mean().backward()
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_file, "append", fails)
+        with pytest.raises(StepError, match="Input/output error"):
+            optimizer.step()
+    batch = 100 * torch.ones(8, 4)  # clipped, and all in one direction
+    model(batch).square().sum(1).mean().backward()
+    optimizer.step()
+    moved = torch.linalg.vector_norm(model.weight.detach() - before)
+    assert 0.05 < float(moved) <= 0.1 + 1e-6  # lr times 8 clipped samples over 8, not 16
+
+
+def test_half_a_line_was_no_step(tmp_path):
+    path = tmp_path / "ledger"
+    optimizer, model = make(path)
+    train(optimizer, model, 2)
+    optimizer.detach()
+    path.write_bytes(path.read_bytes() + b'00000000 {"maker":"ab')
+    again, model = make(path)
+    assert spent(again) == 2
+    with pytest.warns(UserWarning, match="holds 2 noised"):
+        train(again, model, 1)
+    again.detach()
+    assert spent(make(path)[0]) == 3
+
+
+@pytest.mark.parametrize("damage, said", [
+    (lambda lines: [*lines[:2], lines[2].replace(b"1.0", b"9.0", 1)], "line 3 of the ledger .* is damaged"),
+    (lambda lines: [b"hello"], "no ledger of fastdp"),
+    (lambda lines: [lines[0].replace(b'"format":1', b'"format":2')], "no ledger of fastdp"),
+])  # fmt: skip
+def test_a_damaged_file_is_refused_and_left_alone(tmp_path, damage, said):
+    path = tmp_path / "ledger"
+    optimizer, model = make(path)
+    train(optimizer, model, 2)
+    optimizer.detach()
+    path.write_bytes(b"\n".join(damage(path.read_bytes().splitlines())) + b"\n")
+    content = path.read_bytes()
+    with pytest.raises(AccountingError, match=said):
+        make(path)
+    assert path.read_bytes() == content
+    path.unlink()
+    make(path)  # the failed one holds no lock on a file of this name
+
+
+def test_two_optimizers_do_not_share_a_file(tmp_path):
+    pytest.importorskip("fcntl")
+    optimizer, _ = make(tmp_path / "ledger")
+    with pytest.raises(AccountingError, match="is in use"):
+        make(tmp_path / "ledger")
+    optimizer.detach()
+    make(tmp_path / "ledger")
+
+
+def test_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(AccountingError, match="cannot be opened .*a file in a folder that exists"):
+        make(tmp_path / "no" / "ledger")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kills a process")
+def test_a_process_that_is_killed_between_the_line_and_the_update(tmp_path):
+    program = f"""
+import os, signal, torch, fastdp
+from torch import nn
+model = nn.Linear(4, 2)
+optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8,
+                         sample_rate=0.1, ledger={str(tmp_path / "ledger")!r})
+from fastdp.optim import fused
+for step in range(3):
+    model(torch.randn(8, 4)).square().sum(1).mean().backward()
+    if step == 2:
+        fused.step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == -9
+    assert spent(make(tmp_path / "ledger")[0]) == 3

@@ -1,0 +1,357 @@
+"""Lightning's Trainer around a private optimizer: automatic and manual optimization."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import fastdp
+from fastdp.errors import OptimizerReplacedWarning, StepError
+
+from ..by_hand import EXPECTED, RECORDS, Loop, R, network, records
+
+pytest.importorskip("lightning")
+from lightning import pytorch as lightning
+
+from fastdp.lightning import DPCallback, most_steps, stream
+
+Q, STEPS = EXPECTED / RECORDS, 4
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def module_of(package=lightning, manual=False, base=None, truth=True, part=False, **options):
+    """A LightningModule with what it has seen by hand beside it."""
+
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.automatic_optimization = network(), not manual
+            self.truth = Loop(self.net) if truth else None
+            self.calls, self.seen = 0, []
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, number):
+            x, y = batch
+            self.calls += 1
+            loss = F.cross_entropy(self(x), y)
+            if self.truth is not None:
+                self.truth.see(x, y)
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                assert len(optimizer.norms) == len(x) and optimizer.history == self.private.history
+            return loss
+
+        def on_train_batch_end(self, outputs, batch, number):
+            if self.private.stepped and self.truth is not None:
+                self.truth.step()
+
+        def validation_step(self, batch, number):
+            self.log("val", F.cross_entropy(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+
+        def configure_optimizers(self):
+            settings = {"lr": 1.0, "noise_multiplier": 0.0, "max_grad_norm": R, **options}
+            self.private = (base or fastdp.DPSGD)(self.net if part else self, **settings)
+            return self.private
+
+    return Module()
+
+
+def loader_of(limit=None, steps=STEPS, seed=1, **options):
+    return fastdp.poisson_loader(
+        records(), expected_batch_size=EXPECTED, max_physical_batch_size=limit, steps=steps, seed=seed, **options
+    )
+
+
+def trainer_of(tmp_path, package=lightning, **options):
+    settings = {"max_epochs": 1, "enable_checkpointing": False, **options}
+    return package.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=str(tmp_path), **settings
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- the update
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("limit", [None, 4])
+def test_the_update_is_the_truth(tmp_path, package, manual, limit):
+    """One noised step a logical batch over two epochs, with validation (and its sanity check) between."""
+    package = pytest.importorskip(package)
+    module, loader = module_of(package, manual), loader_of(limit)
+    trainer = trainer_of(
+        tmp_path, package, max_epochs=2, num_sanity_val_steps=2, callbacks=[DPCallback(delta=1e-5)]
+    )  # fmt: skip
+    trainer.fit(module, stream(loader) if limit else loader, DataLoader(records(), batch_size=16))
+    assert module.private.history == [(0.0, Q, 2 * STEPS)] and module.truth.steps == 2 * STEPS
+    assert (module.calls > 2 * STEPS) == bool(limit) and trainer.global_step == module.calls
+    assert trainer.callback_metrics["noised_steps"] == 2 * STEPS and "val" in trainer.callback_metrics
+    module.truth.assert_equal(module.net)
+
+
+def test_without_anything_of_ours_but_the_optimizer_and_the_loader(tmp_path):
+    """The loader from train_dataloader(), its length that of the epoch; and Lightning leaves it as it is."""
+    module = module_of(part=True)
+    module.train_dataloader = loader_of
+    trainer = trainer_of(tmp_path, max_epochs=2)
+    trainer.fit(module)
+    assert trainer.num_training_batches == STEPS and trainer.global_step == 2 * STEPS == module.calls
+    assert isinstance(trainer.train_dataloader, fastdp.sampling.PoissonLoader)
+    assert module.private.history == [(0.0, Q, 2 * STEPS)]
+    module.truth.assert_equal(module.net)
+    assert fastdp.sampling.current() is None or len(fastdp.batch_axis.current_batch.ACTIVE) == 0
+
+
+def test_bf16_mixed(tmp_path):
+    module = module_of(truth=False)
+    trainer_of(tmp_path, precision="bf16-mixed").fit(module, loader_of())
+    assert module.private.history == [(0.0, Q, STEPS)]
+    other = module_of(truth=False)
+    trainer_of(tmp_path).fit(other, loader_of())
+    a, b = (torch.nn.utils.parameters_to_vector(m.net.parameters()).detach() for m in (module, other))
+    assert not torch.equal(a, b) and torch.allclose(a, b, atol=0.05)
+
+
+def test_schedulers_by_step_and_by_epoch(tmp_path):
+    """By step: of each physical batch, unless lr_scheduler_step asks the optimizer."""
+
+    def fit(interval, asks):
+        module = module_of(truth=False)
+        configure = module.configure_optimizers
+
+        def with_schedule():
+            schedule = torch.optim.lr_scheduler.ExponentialLR(configure(), 0.5)
+            return {"optimizer": module.private, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+
+        module.configure_optimizers = with_schedule
+        if asks:
+            module.lr_scheduler_step = lambda schedule, metric: module.private.stepped and schedule.step()
+        trainer = trainer_of(tmp_path, max_epochs=2, callbacks=[DPCallback()])
+        trainer.fit(module, stream(loader_of(4)))
+        return module.private.param_groups[0]["lr"], module.calls
+
+    assert fit("epoch", False)[0] == 0.25
+    assert fit("step", True)[0] == 0.5 ** (2 * STEPS)
+    rate, calls = fit("step", False)
+    assert rate == 0.5**calls and calls > 2 * STEPS
+
+
+def test_several_optimizers(tmp_path):
+    """Manual optimization of two parts of a module, each with its optimizer, taking turns on every batch."""
+
+    class Two(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.first, self.second = network(0), network(1)
+            self.truths = [Loop(self.first), Loop(self.second)]
+
+        def training_step(self, batch, number):
+            for net, truth, optimizer in zip((self.first, self.second), self.truths, self.optimizers(), strict=True):
+                self.toggle_optimizer(optimizer)
+                self.manual_backward(F.cross_entropy(net(batch[0]), batch[1]))
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+                truth.see(*batch)
+                truth.step()
+
+        def configure_optimizers(self):
+            self.private = [
+                fastdp.DPSGD(net, lr=1.0, noise_multiplier=0.0, max_grad_norm=R) for net in (self.first, self.second)
+            ]
+            return self.private
+
+    module = Two()
+    trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module, loader_of())
+    for net, truth, optimizer in zip((module.first, module.second), module.truths, module.private, strict=True):
+        truth.assert_equal(net)
+        assert optimizer.history == [(0.0, Q, STEPS)]
+
+
+# --------------------------------------------------------------------------- checkpoints, the budget
+
+
+def test_the_wrapper_of_manual_optimization_is_the_optimizer():
+    module = module_of(manual=True)
+    optimizer = lightning.core.optimizer.LightningOptimizer(module.configure_optimizers())
+    F.cross_entropy(module(records()[:4][0]), records()[:4][1]).backward()
+    optimizer.zero_grad()
+    with pytest.raises(StepError, match="without a backward"):
+        module.private.step()  # zero_grad of the wrapper dropped what the optimizer held
+    assert "fastdp" in optimizer.state_dict() and optimizer.epsilon(1e-5) == 0
+    optimizer.noise_multiplier = 2.0
+    assert module.private.noise_multiplier == 2.0
+    optimizer.detach()
+    with pytest.raises(StepError, match="detached"):
+        module.private.step()
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("every", ["epoch", "steps"])
+def test_a_checkpoint_is_taken_up(tmp_path, limit, every):
+    """The accountant and, within an epoch, the loader's place are in the checkpoint: under seeds the run is the same.
+
+    At an epoch's end Lightning does not look at the loader's place, and a new pass begins.
+    """
+
+    def fit(path=None, **options):
+        module = module_of(base=fastdp.DPAdamW, truth=False, lr=0.05, noise_multiplier=1.0, seed=3)
+        loader = loader_of(limit)
+        trainer = trainer_of(tmp_path, callbacks=[DPCallback(), *options.pop("callbacks", [])], **options)
+        trainer.fit(module, stream(loader) if limit else loader, ckpt_path=path)
+        return module
+
+    keeps = lightning.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "kept", filename="{step}", save_top_k=-1,
+        **({"every_n_epochs": 1} if every == "epoch" else {"every_n_train_steps": 3}),
+    )  # fmt: skip
+    whole = fit(max_epochs=2, callbacks=[keeps], enable_checkpointing=True)
+    first = sorted((tmp_path / "kept").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)[0]
+    saved = torch.load(first, weights_only=True)["optimizer_states"][0]["fastdp"]["history"]
+    assert sum(n for *_, n in saved) < 2 * STEPS
+    again = fit(str(first), max_epochs=2)
+    assert again.private.history == whole.private.history == [(1.0, Q, 2 * STEPS)]
+    a, b = (torch.nn.utils.parameters_to_vector(m.net.parameters()).detach() for m in (whole, again))
+    assert torch.equal(a, b) or every == "epoch"
+
+
+def test_the_budget_pays_for_a_largest_size(tmp_path):
+    """Each step's sample is cut with a small probability, which is in epsilon too: fewer steps are left."""
+    module = module_of(base=fastdp.DPAdamW, truth=False, lr=0.05, noise_multiplier=1.0, accountant="rdp")
+    size = next(size for size in range(EXPECTED + 1, RECORDS) if fastdp.sampling.truncation(RECORDS, Q, size) < 3e-5)
+    loader = loader_of(max_batch_size=size)
+    trainer_of(tmp_path, max_epochs=50, callbacks=[DPCallback(delta=1e-2, target_epsilon=4.0)]).fit(module, loader)
+    ((_, _, steps, chance),) = module.private.history
+    assert chance == loader.truncation
+    assert steps == most_steps([], 1.0, Q, 4.0, 1e-2, "rdp", chance) < most_steps([], 1.0, Q, 4.0, 1e-2, "rdp")
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_the_budget_is_kept(tmp_path, limit):
+    module = module_of(base=fastdp.DPAdamW, truth=False, lr=0.05, noise_multiplier=1.0, accountant="rdp")
+    loader = loader_of(limit)
+    callback = DPCallback(delta=1e-2, target_epsilon=4.0)
+    trainer = trainer_of(tmp_path, max_epochs=50, callbacks=[callback])
+    trainer.fit(module, stream(loader) if limit else loader)
+    steps = module.private.history[0][2]
+    assert steps == most_steps([], 1.0, Q, 4.0, 1e-2, "rdp") < 50 * STEPS
+    assert module.private.epsilon(1e-2) <= 4.0 < fastdp.accounting.epsilon_of([(1.0, Q, steps + 1)], 1e-2, "rdp")
+    assert trainer.callback_metrics["epsilon"] == pytest.approx(module.private.epsilon(1e-2))
+
+
+@pytest.mark.parametrize("target", [0.01, 4.0])
+def test_a_budget_that_is_spent_or_too_small_for_a_step(tmp_path, target):
+    options = {"noise_multiplier": 1.0, "accountant": "rdp"} if target < 1 else {}  # else without noise
+    module = module_of(truth=False, **options)
+    trainer_of(tmp_path, callbacks=[DPCallback(delta=1e-2, target_epsilon=target)]).fit(module, loader_of())
+    assert module.private.history == []
+    with pytest.raises(StepError, match="min_epochs"):
+        callback = DPCallback(delta=1e-2, target_epsilon=target)
+        trainer_of(tmp_path, callbacks=[callback], min_epochs=1).fit(module_of(truth=False, **options), loader_of())
+
+
+# --------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("callback", [False, True])
+def test_accumulation_by_the_trainer_is_refused(tmp_path, plain, callback):
+    """It divides the losses. Without the callback too, whatever the loader."""
+    module = module_of(truth=False, expected_batch_size=EXPECTED)
+    loader = DataLoader(records(), batch_size=5) if plain else loader_of()
+    trainer = trainer_of(tmp_path, accumulate_grad_batches=2, callbacks=[DPCallback()] if callback else [])
+    with pytest.raises(StepError, match="accumulate_grad_batches"):
+        trainer.fit(module, loader)
+    assert module.private.history == []
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("left_out", ["last", "middle"])
+def test_a_batch_that_manual_optimization_passes_over_is_refused(tmp_path, limit, left_out):
+    module, loader = module_of(manual=True, truth=False), loader_of(limit)
+    number = len(list(loader_of(limit)))
+    wanted, step = number - 1 if left_out == "last" else number // 2, module.training_step
+    module.training_step = lambda batch, batch_idx: None if batch_idx == wanted else step(batch, batch_idx)
+    with pytest.raises(StepError, match="loop skipped"):
+        trainer_of(tmp_path, max_epochs=2, callbacks=[DPCallback()]).fit(module, stream(loader) if limit else loader)
+
+
+def test_clipping_by_the_trainer(tmp_path):
+    """Finds no gradients and so changes nothing; the callback refuses it, and so does Lightning under bf16."""
+    module = module_of()
+    trainer_of(tmp_path, gradient_clip_val=1e-9).fit(module, loader_of())
+    module.truth.assert_equal(module.net)
+    with pytest.raises(StepError, match="gradient_clip_val"):
+        trainer_of(tmp_path, gradient_clip_val=1.0, callbacks=[DPCallback()]).fit(module_of(), loader_of())
+    with pytest.raises(RuntimeError, match="clipping"):
+        trainer_of(tmp_path, gradient_clip_val=1.0, precision="bf16-mixed").fit(module_of(), loader_of())
+
+
+def test_fp16_is_refused(tmp_path):
+    plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    module = module_of(truth=False)
+    with pytest.raises(StepError, match="bf16-mixed"):
+        trainer_of(tmp_path, plugins=[plugin]).fit(module, loader_of())
+    assert module.private.history == []
+
+
+def test_physical_batches_need_the_stream_and_the_callback(tmp_path):
+    with pytest.raises(StepError, match="fetches batches ahead"):
+        module = module_of(truth=False, expected_batch_size=EXPECTED)
+        trainer_of(tmp_path).fit(module, stream(loader_of(4)))
+    with pytest.raises(StepError, match="stream"):
+        trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module_of(truth=False), loader_of(4))
+    with pytest.raises(StepError, match="DataLoader"):
+        stream(DataLoader(records()))
+    with pytest.raises(StepError, match="no private optimizer"):
+        trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module_of(base=plain_sgd, truth=False), loader_of())
+    with warnings.catch_warnings(record=True) as caught:  # left alone, an epoch ends too soon: no step, and a warning
+        warnings.simplefilter("always")
+        module = module_of(truth=False)
+        trainer_of(tmp_path, max_epochs=2).fit(module, loader_of(3))
+    assert any("dropped" in str(w.message) for w in caught)
+    gc.collect()  # of the fits that failed, whose passes are still waiting
+
+
+def plain_sgd(module, lr, **_):
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    optimizer.stepped = True
+    return optimizer
+
+
+def test_a_second_fit_goes_on_counting(tmp_path):
+    module = module_of()
+    trainer = trainer_of(tmp_path)
+    trainer.fit(module, loader_of())
+    trainer.validate(module, DataLoader(records(), batch_size=16), verbose=False)
+    first = module.private
+    once = first.history[0][2]
+    with pytest.warns(OptimizerReplacedWarning, match=rf"which has made {once} noised step\(s\) \(epsilon"):
+        trainer_of(tmp_path).fit(module, loader_of())
+    assert module.private is not first and module.private.history == [(*first.history[0][:2], 2 * once)]
+    with pytest.raises(StepError, match="this optimizer was replaced"):
+        first.step()
+
+
+def test_importing_fastdp_does_not_import_lightning():
+    import subprocess
+    import sys
+
+    code = "import fastdp, sys; assert not any(m.split('.')[0] in ('lightning', 'accelerate') for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert importlib.import_module("fastdp.lightning")

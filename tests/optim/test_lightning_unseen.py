@@ -1,0 +1,202 @@
+"""What Lightning's callbacks, loops and strategies do beside the optimizer: exact, or refused by name."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+import fastdp
+from fastdp.errors import ParameterError, StepError
+
+from ..by_hand import EXPECTED, RECORDS, records
+
+pytest.importorskip("lightning")
+from lightning import pytorch as lightning
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, XLAStrategy
+
+from fastdp.lightning import DPCallback, stream
+
+from .test_lightning import STEPS, Q, loader_of, module_of, trainer_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("callback", [False, True])
+def test_accumulation_that_begins_later_in_epochs_of_one_batch(tmp_path, callback):
+    """No gradient waits for a second batch, and the loss is divided all the same."""
+    module = module_of(truth=False)
+    callbacks = [lightning.callbacks.GradientAccumulationScheduler({1: 2}), *([DPCallback()] if callback else [])]
+    with pytest.raises(StepError, match="GradientAccumulationScheduler.*divides every loss by 2"):
+        trainer_of(tmp_path, max_epochs=2, callbacks=callbacks).fit(module, loader_of(steps=1))
+    assert module.private.history == [(0.0, Q, 1)]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_batch_that_is_none_is_not_passed_over(tmp_path, manual, monkeypatch):
+    """All batches have as many records: by their number they could be taken for each other."""
+    monkeypatch.setattr("fastdp.data.collate_mixing.refuse_mixing", lambda *_: None)  # it calls collate_fn, too
+    calls = []
+
+    def collate(samples):
+        calls.append(len(samples))
+        return None if len(calls) == 2 else default_collate(samples)
+
+    loader = fastdp.poisson_loader(
+        records(), sample_rate=1.0, steps=1, max_physical_batch_size=RECORDS // 4, collate_fn=collate
+    )
+    module = module_of(manual=manual, truth=False)
+    with pytest.raises(StepError, match="collate_fn returned None"):
+        trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module, stream(loader))
+    assert module.private.history == [] and set(calls) == {RECORDS // 4}
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_loader_within_a_list(tmp_path, limit):
+    module, loader = module_of(), loader_of(limit)
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: step(batch[0], batch_idx)
+    trainer = trainer_of(tmp_path, callbacks=[DPCallback(delta=1e-5, target_epsilon=float("inf"))])
+    trainer.fit(module, [stream(loader) if limit else loader])
+    assert module.private.history == [(0.0, Q, STEPS)]
+    module.truth.assert_equal(module.net)
+
+
+def test_loaders_that_lightning_would_join(tmp_path):
+    for loaders, match in (
+        ([loader_of(4)], "give fit.. fastdp.lightning.stream"),
+        ({"a": stream(loader_of(4)), "b": DataLoader(records())}, "the stream alone"),
+    ):
+        with pytest.raises(StepError, match=match):
+            trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module_of(truth=False), loaders)
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_training_step_that_fetches_batches_itself(tmp_path, limit):
+    module, loader = module_of(), loader_of(limit)
+    step = module.training_step
+
+    def training_step(self, dataloader_iter):  # Lightning looks at the names
+        batch, number, _ = next(dataloader_iter)
+        return step(batch, number)
+
+    module.training_step = types.MethodType(training_step, module)
+    trainer = trainer_of(tmp_path, callbacks=[DPCallback(delta=1e-5)])
+    if limit:
+        with pytest.raises(StepError, match="batch, batch_idx"):
+            trainer.fit(module, stream(loader))
+    else:
+        trainer.fit(module, loader)
+        assert trainer.callback_metrics["noised_steps"] == STEPS
+        module.truth.assert_equal(module.net)
+
+
+def test_a_distributed_sampler_that_repeats_records(tmp_path):
+    """A process has one record of the others': Lightning puts such samplers into DataLoaders in DDP."""
+    data = torch.utils.data.Subset(records(), range(RECORDS - RECORDS % 2 - 1))
+    for drop_last in (False, True):
+        sampler = DistributedSampler(data, num_replicas=2, rank=0, drop_last=drop_last)
+        module = module_of(truth=False, expected_batch_size=EXPECTED, sample_rate=Q)
+        trainer, loader = trainer_of(tmp_path, callbacks=[DPCallback()]), DataLoader(data, 4, sampler=sampler)
+        if drop_last:
+            trainer.fit(module, loader)
+        else:
+            with pytest.raises(StepError, match="repeats records"):
+                trainer.fit(module, loader)
+
+
+@pytest.mark.parametrize("finder", ["LearningRateFinder", "BatchSizeFinder"])
+def test_what_trains_with_the_callback_taken_off(tmp_path, finder):
+    module, finds = module_of(truth=False), getattr(lightning.callbacks, finder)()
+    module.batch_size, module.lr, module.train_dataloader = 4, 1.0, loader_of
+    with pytest.raises(StepError, match=f"{finder} makes steps on the training data"):
+        trainer_of(tmp_path, callbacks=[finds, DPCallback()]).fit(module)
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedStrategy, FSDPStrategy, XLAStrategy])
+@pytest.mark.parametrize("part", [False, True])
+def test_strategies_that_are_refused_by_name(kind, part):
+    """Two of them are derived from DDPStrategy. A part: the optimizer is not given the LightningModule."""
+    module, strategy = module_of(truth=False, part=part), kind.__new__(kind)
+    strategy._lightning_module = strategy._model = module
+    module._trainer = type("Trainer", (), {"strategy": strategy})()
+    with pytest.raises(StepError, match=f"{kind.__name__} with 1 process is refused"):
+        module.configure_optimizers()
+
+
+class Unfreezes(lightning.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=1.0)
+        self.make_trainable(module.net[0] if epoch == 2 else [])  # of a run that was resumed
+
+
+def test_a_layer_that_was_unfrozen_is_trained_when_the_run_resumes(tmp_path):
+    """Lightning then replaces the optimizer's groups; without the callback, that is refused."""
+
+    def fit(epochs, path=None, **options):
+        module = module_of(truth=False)
+        trainer = trainer_of(tmp_path, max_epochs=epochs, **options)
+        trainer.fit(module, loader_of(), ckpt_path=path)
+        return module, trainer
+
+    module, trainer = fit(2, callbacks=[Unfreezes(), DPCallback()])
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    other, _ = fit(3, tmp_path / "two.ckpt", callbacks=[Unfreezes(), DPCallback()])
+    truth = module_of(truth=False)  # the same epoch by itself
+    truth.net.load_state_dict(module.net.state_dict())
+    trainer_of(tmp_path).fit(truth, loader_of())
+    assert other.private.history == [(0.0, Q, 3 * STEPS)]
+    assert not torch.equal(other.net[0].weight, module.net[0].weight)
+    for p, q in zip(other.net.parameters(), truth.net.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    with pytest.raises(ParameterError, match="net.0.weight.*without add_param_group.*BaseFinetuning"):
+        fit(3, tmp_path / "two.ckpt", callbacks=[Unfreezes()])
+
+
+def test_a_group_that_came_in_by_hand():
+    module = module_of(truth=False, expected_batch_size=EXPECTED)
+    optimizer = fastdp.privatize(
+        torch.optim.SGD(module.net[0].parameters(), lr=0.1), module, noise_multiplier=0.0, expected_batch_size=4
+    )
+    late = [p for p in module.parameters() if id(p) not in {id(q) for q in module.net[0].parameters()}]
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": late})
+    x, y = records()[:4]
+    F.cross_entropy(module(x), y).backward()
+    with pytest.raises(ParameterError, match="param_groups.*add_param_group"):
+        optimizer.step()
+    assert optimizer.history == []
+    optimizer.detach()
+
+
+def test_a_loader_that_is_asked_for_again_is_no_pass_without_steps(tmp_path):
+    """As it reloads, Lightning begins two passes, and trains on one."""
+    module, batches = module_of(truth=False), stream(loader_of(4))
+    module.train_dataloader = lambda: batches
+    trainer_of(tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1, callbacks=[DPCallback()]).fit(module)
+    assert module.private.history == [(0.0, Q, 2 * STEPS)] and module.private._privacy.missed.state_dict() == {}
+
+
+def test_a_step_keeps_nothing_of_the_loop_that_calls_it():
+    """It looks for Lightning among its callers; what their locals held must go when they let go of it."""
+    module = module_of(truth=False, expected_batch_size=EXPECTED)
+    optimizer = module.configure_optimizers()
+    x, y = records()[:4]
+    batch = x.clone()
+    F.cross_entropy(module(batch), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert held() is None
+    optimizer.detach()

@@ -1,0 +1,280 @@
+"""One step a logical batch, whatever the loop does: what a review of the sampling and the optimizer found."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+import fastdp
+from fastdp.data.empty_batches import _no_rows
+from fastdp.errors import AccountingError, ParameterError, StepError
+from fastdp.mechanisms import ftrl_loader
+
+R = 1.0
+
+
+def run(n=10, q=1.0, limit=None, steps=1, **options):
+    model = nn.Linear(4, 3)
+    loader = fastdp.poisson_loader(
+        TensorDataset(torch.ones(n, 4)), sample_rate=q, max_physical_batch_size=limit, steps=steps
+    )
+    optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=0.0, max_grad_norm=R, loss_reduction="sum", **options)
+    return model, loader, optimizer
+
+
+def backward(model, x):
+    (1e3 * model(x)).square().sum().backward()
+
+
+def size_of_sum(model):
+    return float(torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt())
+
+
+def test_a_second_step_or_backward_on_one_batch():
+    model, loader, optimizer = run()
+    for (x,) in loader:
+        backward(model, x)
+        with pytest.raises(StepError, match="second backward"):
+            backward(model, x)
+        optimizer.step()
+        assert size_of_sum(model) <= 10 * R * (1 + 1e-6)
+        with pytest.raises(StepError):
+            backward(model, x)
+        with pytest.raises(StepError):
+            optimizer.step()
+    assert len(optimizer.history) == 1 and optimizer.history[0][2] == 1
+
+
+def test_a_logical_batch_left_in_the_middle_is_dropped():
+    model, loader, optimizer = run(limit=6)
+    for (x,) in loader:
+        backward(model, x)
+        optimizer.step()
+        break
+    with pytest.raises(StepError):
+        optimizer.step()
+    with pytest.warns(UserWarning, match="dropped"):
+        for (x,) in loader:
+            backward(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    backward(model, torch.ones(1, 4))
+    model2, loader2, optimizer2 = run(limit=6)
+    with pytest.raises(StepError, match="last batch"):
+        for number, (x,) in enumerate(loader2):
+            backward(model2, x)
+            if number == 0:
+                optimizer2.step()
+    assert optimizer.history == [(0.0, 1.0, 1)] and optimizer2.history == []
+
+
+def test_a_step_that_fails_takes_nothing():
+    model = nn.Linear(4, 3)
+    optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=0.0, max_grad_norm=R)
+    for _ in range(2):
+        backward(model, torch.ones(2, 4))
+        with pytest.raises(StepError, match="expected_batch_size"):
+            optimizer.step()
+        optimizer.zero_grad()
+    loader = fastdp.poisson_loader(TensorDataset(torch.ones(4, 4)), sample_rate=1.0)
+    for (x,) in loader:
+        (1e3 * model(x)).square().sum(1).mean().backward()
+        optimizer.step()
+    assert size_of_sum(model) <= R * (1 + 1e-6)
+
+
+def test_loaders_within_loaders():
+    model, loader, optimizer = run(q=0.5, steps=3)
+    other = fastdp.poisson_loader(TensorDataset(torch.ones(5, 4)), sample_rate=0.3)
+    for (x,) in loader:
+        backward(model, x)
+        for (y,) in other:  # validation
+            with torch.no_grad():
+                model(y)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.history == [(0.0, 0.5, 3)]
+
+
+def test_two_loaders_at_once_are_told_apart_or_refused():
+    model, loader, optimizer = run()
+    other = fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=1.0)
+    for (x,), _ in zip(loader, other, strict=False):
+        with pytest.raises(StepError, match="several"):
+            backward(model, x)
+
+
+def test_an_empty_batch_that_the_model_cannot_take():
+    model, loader, optimizer = run(q=1e-9, steps=2)
+    for (x,) in loader:
+        assert len(x) == 0
+        optimizer.step()  # no forward: a noise-only step
+    assert optimizer.history == [(0.0, 1e-9, 2)]
+
+
+def test_rows_per_sample():
+    x = torch.randn(8, 4)
+    model = nn.Linear(4, 3)
+    engine = fastdp.PerSampleGradients(model, rows_per_sample=2)
+    model(x).square().sum(1).view(4, 2).mean(1).mean().backward()
+    norms = engine.norms()
+    engine.detach()
+    for i in range(4):
+        model.zero_grad()
+        model(x[2 * i : 2 * i + 2]).square().sum(1).mean().backward()
+        assert float(norms[i]) == pytest.approx(size_of_sum(model), rel=1e-5)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    names: list
+
+
+def test_no_rows_of_every_structure():
+    x = torch.ones(2, 3)
+    assert _no_rows((None, x, 5, "meta"))[1].shape == (0, 3) and _no_rows((None, x, 5, "meta"))[0] is None
+    assert _no_rows({"x": x, "names": ["a", "b"]})["names"] == []
+    assert _no_rows([x, [x, x]])[1][0].shape == (0, 3)
+    assert _no_rows(np.ones((2, 3))).shape == (0, 3)
+    assert _no_rows(Batch(x, ["a", "b"])).x.shape == (0, 3) and _no_rows(Batch(x, ["a"])).names == []
+
+
+def test_loaders_that_sample_in_their_own_way():
+    data = TensorDataset(torch.ones(10, 4))
+    with pytest.raises(StepError, match="Subset"):
+        fastdp.poisson_loader(DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(5))))
+    weighted = WeightedRandomSampler([9.0] + [1.0] * 9, 10)
+    for loader in (DataLoader(data, sampler=weighted), DataLoader(data, batch_sampler=BatchSampler(weighted, 2, True))):
+        for make, size in ((fastdp.poisson_loader, "expected_batch_size"), (ftrl_loader, "batch_size")):
+            with pytest.raises(StepError, match="draws by WeightedRandomSampler"):
+                make(loader, **{size: 2})
+    assert fastdp.poisson_loader(DataLoader(data, batch_size=20)).expected_batch_size == 10
+    assert fastdp.poisson_loader(DataLoader(data, batch_size=2, shuffle=True)).sample_rate == 0.2
+
+
+def test_sampling_seeds_are_used_whole():
+    def draw(seed):
+        loader = fastdp.poisson_loader(TensorDataset(torch.arange(100)), sample_rate=0.5, steps=1, seed=seed)
+        return [x.tolist() for (x,) in loader]
+
+    assert draw(5) == draw(5) != draw(5 + 2**40)
+
+
+@pytest.mark.parametrize(
+    "radius, x, g", [(1e-5, 1e19, 2e-23), (1e-7, 1e18, 1e-23), (1e-10, 1e-3, 1e-22), (1.0, 1e20, 1e10)]
+)
+@pytest.mark.parametrize("clipping", ["local", "global", "automatic"])
+def test_the_bound_holds_where_squares_under_or_overflow(radius, x, g, clipping):
+    model = nn.Linear(3, 2)
+    optimizer = fastdp.DPSGD(
+        model, lr=1.0, noise_multiplier=0.0, max_grad_norm=radius, loss_reduction="sum", clipping=clipping
+    )
+    (model(torch.full((2, 3), x)) * g).sum().backward()
+    optimizer.step()
+    total = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+    assert float(total) <= 2 * radius * (1 + 1e-6)
+
+
+def test_automatic_clipping_of_a_zero_gradient():
+    model = nn.Linear(3, 2)
+    optimizer = fastdp.DPSGD(
+        model, lr=1.0, noise_multiplier=0.0, max_grad_norm=1e15, loss_reduction="sum", clipping="automatic"
+    )
+    (0 * model(torch.full((2, 3), 1e30))).sum().backward()
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters()) and optimizer.nonfinite_samples == 0
+
+
+def test_copies_and_pickles_are_refused_and_detach_keeps_the_account():
+    model, loader, optimizer = run(sample_rate=1.0)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ParameterError, match="state_dict"):
+            attempt(optimizer)
+    for (x,) in loader:
+        backward(model, x)
+        optimizer.step()
+    optimizer.detach()
+    assert optimizer.history == [(0.0, 1.0, 1)] and optimizer.epsilon(1e-5) == float("inf")
+    assert optimizer.state_dict()["fastdp"]["history"] == [(0.0, 1.0, 1)]
+
+
+def test_a_refused_group_changes_nothing():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = fastdp.DPSGD(model, params=model[0].parameters(), lr=1.0, noise_multiplier=0.0, expected_batch_size=2)
+    with pytest.raises(ParameterError):
+        optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    backward(model, torch.ones(2, 4))
+    optimizer.step()
+    assert set(optimizer._privacy.engine.named_parameters()) == {"0.weight", "0.bias"}
+
+
+def test_unfreezing_a_parameter_of_the_groups():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = fastdp.privatize(inner, model, noise_multiplier=0.0, expected_batch_size=2)
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    backward(model, torch.ones(2, 4))
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_state_keeps_style_and_gamma_and_bad_states_change_nothing():
+    def made(**options):
+        model = nn.Linear(4, 3)
+        return fastdp.DPSGD(model, lr=1.0, noise_multiplier=1.0, expected_batch_size=2, **options)
+
+    saved = made(style="layerwise", clipping="automatic", gamma=0.5, max_grad_norm=3.0).state_dict()
+    fresh = made()
+    fresh.load_state_dict(saved)
+    clipping = fresh._privacy.clipping
+    assert (clipping.style, clipping.clipping, clipping.gamma, clipping.max_grad_norm) == (
+        "layerwise",
+        "automatic",
+        0.5,
+        3.0,
+    )
+    broken = copy.deepcopy(saved)
+    del broken["fastdp"]["gamma"]
+    with pytest.raises(StepError, match="gamma"):
+        fresh.load_state_dict(broken)
+
+
+def test_expected_batch_size_that_is_not_the_loaders():
+    model, loader, optimizer = run(expected_batch_size=1)
+    for (x,) in loader:
+        backward(model, x)
+        with pytest.raises(StepError, match="expected_batch_size"):
+            optimizer.step()
+        break  # on which the loader would refuse to go on without a step
+
+
+def test_accountants_at_their_ends():
+    from fastdp.accounting import epsilon_of
+
+    for rate in (0.1, 1.0):  # more than PRV's grid reaches: RDP's bound
+        assert epsilon_of([(0.01, rate, 1)], 1e-5, "prv") == epsilon_of([(0.01, rate, 1)], 1e-5, "rdp") > 1000
+    assert epsilon_of([(1.0, 1e-4, 1)], 1e-4, "gdp") == 0
+    with pytest.raises(AccountingError, match="whole"):
+        fastdp.noise_multiplier_for(target_epsilon=1.0, delta=1e-5, sample_rate=0.1, steps=2.5)
+    with pytest.raises(AccountingError, match="rdp"):
+        fastdp.noise_multiplier_for(target_epsilon=0.001, delta=1e-5, sample_rate=0.1, steps=2)
+
+
+def test_unusable_optimizers():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ParameterError, match="Sparse"):
+        fastdp.privatize(torch.optim.SparseAdam(model.parameters()), model, noise_multiplier=1.0)
+    with pytest.raises(ParameterError, match="then the model"):
+        fastdp.privatize(model, torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        fastdp.DPSGD(model, lr=1.0, noise_multiplier="1")

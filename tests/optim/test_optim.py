@@ -1,0 +1,201 @@
+"""Private optimizers: real torch optimizers, their groups, hooks and schedulers, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import fastdp
+from fastdp.errors import ParameterError, StepError
+from fastdp.optim import optimizers
+
+from ..runs import backward, data, model_of, steps
+
+BASES = {
+    "DPSGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "DPAdam": (torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.9)}),
+    "DPAdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "DPRMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_without_noise_and_clipping_it_is_torchs_optimizer(name):
+    base, options = BASES[name]
+    plain, private = model_of(), model_of()
+    ours = getattr(fastdp, name)(private, noise_multiplier=0.0, max_grad_norm=1e4, expected_batch_size=6, **options)
+    theirs = base(plain.parameters(), **options)
+    assert isinstance(ours, base) and isinstance(ours, torch.optim.Optimizer)
+    for step in range(4):
+        for model, optimizer in ((plain, theirs), (private, ours)):
+            backward(model, data(seed=step))
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(plain.parameters(), private.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", [torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.NAdam, torch.optim.Adamax])
+def test_privatize_any_optimizer(base):
+    plain, private = model_of(), model_of()
+    theirs = base(plain.parameters(), lr=0.01)
+    inner = base(private.parameters(), lr=0.01)
+    ours = fastdp.privatize(inner, private, noise_multiplier=0.0, max_grad_norm=1e4, expected_batch_size=6)
+    assert ours is inner and isinstance(ours, base) and type(ours).__name__ == f"DP{base.__name__}"
+    for model, optimizer in ((plain, theirs), (private, ours)):
+        backward(model, data())
+        optimizer.step()
+    for a, b in zip(plain.parameters(), private.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_lbfgs_and_private_ones_are_refused():
+    model = model_of()
+    with pytest.raises(ParameterError, match="LBFGS"):
+        fastdp.privatize(torch.optim.LBFGS(model.parameters()), model, noise_multiplier=1.0)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
+    with pytest.raises(ParameterError, match="already"):
+        fastdp.privatize(optimizer, model, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_schedulers_step_the_private_step(when):
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5) if when == "before" else None
+    optimizer = fastdp.privatize(inner, model, noise_multiplier=0.0, max_grad_norm=1e-3, expected_batch_size=6)
+    schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    before = model[0].weight.detach().clone()
+    backward(model, 100 * data())
+    optimizer.step()
+    schedule.step()
+    assert float((model[0].weight - before).norm()) <= 1e-3, "the step was clipped"
+    assert optimizer.param_groups[0]["lr"] == 0.5 and len(optimizer.history) == 1
+
+
+def test_hooks_run_once_even_after_a_plain_optimizer_was_made():
+    torch.optim.AdamW(model_of().parameters())
+    model = model_of()
+    optimizer = fastdp.DPAdamW(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=6)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    backward(model, data())
+    optimizer.step()
+    assert calls == ["pre", "post"]
+
+
+def test_closure():
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=6)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(data()).square().sum(1).mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0 and len(optimizer.history) == 1
+
+
+def test_groups_and_add_param_group():
+    model = model_of()
+    optimizer = fastdp.DPSGD(
+        model,
+        params=[{"params": model[0].parameters(), "lr": 0.0}],
+        lr=0.5,
+        noise_multiplier=0.0,
+        expected_batch_size=6,
+    )
+    before = copy.deepcopy(model.state_dict())
+    backward(model, data())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "lr 0, and the rest is not trained"
+    only = optimizer.norms
+    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.1})
+    model.zero_grad()
+    backward(model, data())
+    assert bool((optimizer.norms > only).all())
+    optimizer.step()
+    assert not torch.equal(model[2].weight, before["2.weight"])
+
+
+# --------------------------------------------------------------------------- state
+
+
+def test_checkpoint_and_resume_is_the_same_run():
+    def fresh():
+        model = model_of()
+        return model, fastdp.DPAdamW(
+            model, lr=0.05, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1, seed=7
+        )
+
+    model, optimizer = fresh()
+    steps(optimizer, model, 2)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    steps(optimizer, model, 2)
+    other, resumed = fresh()
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    steps(resumed, other, 2)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.history == optimizer.history == [(1.0, 0.1, 4)]
+
+
+def test_state_dict_holds_no_secret_and_survives_torch_save(tmp_path):
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
+    steps(optimizer, model, 1)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert set(state["fastdp"]) == {
+        "history", "noise_step", "seed", "noise_multiplier", "clipping", "max_grad_norm", "dropped", "style",
+        "gamma", "grouped", "makers"
+    } and state["fastdp"]["seed"] is None  # fmt: skip
+    optimizer.load_state_dict(state)
+    assert optimizer.history == [(1.0, 0.1, 1)]
+
+
+def test_explain_is_a_table_of_all_uses():
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6)
+    with pytest.raises(StepError):
+        optimizer.explain()
+    backward(model, data())
+    lines = optimizer.explain().splitlines()
+    assert lines[0].split() == ["parameter", "function", "shape", "route", "units", "bytes", "predicted", "ms"]
+    assert {line.split()[0] for line in lines[1:-1]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_explain_is_a_table_in_notebooks():
+    model = nn.Sequential(OrderedDict([("a<b&c", nn.Linear(4, 2))]))
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6)
+    backward(model, data())
+    text = optimizer.explain(profile=True)
+    page = ElementTree.fromstring(f"<div>{text._repr_html_()}</div>")
+    head, *rows = [[cell.text for cell in row] for row in page.iter("tr")]
+    assert head == ["parameter", "function", "shape", "route", "units", "bytes", "predicted ms", "measured ms"]
+    assert {row[0] for row in rows} == {"a<b&c.weight", "a<b&c.bias"}
+    for row, line in zip(rows, text.splitlines()[1:], strict=False):
+        assert "".join(line.split()) == "".join("".join(row).split())  # the same cells
+    assert page.find("div").text == text.splitlines()[-1]
+    shown = []
+    text._repr_pretty_(type("Printer", (), {"text": lambda self, what: shown.append(what)})(), False)
+    assert shown == [text] and type(shown[0]) is str  # IPython without HTML
+    for same in (copy.copy(text), copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
+        assert same == text and same._repr_html_() == text._repr_html_()
+
+
+def test_public_names():
+    for name in ("DPSGD", "DPAdam", "DPAdamW", "DPRMSprop", "privatize", "PerSampleGradients", "verify",
+                 "noise_multiplier_for", "poisson_loader"):  # fmt: skip
+        assert hasattr(fastdp, name) and (getattr(fastdp, name).__doc__ or "").strip()
+    assert optimizers.DPSGD is fastdp.DPSGD

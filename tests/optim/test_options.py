@@ -1,0 +1,262 @@
+"""The arguments of optimizers are explicit and the same everywhere; wrong names are refused with what was meant."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.metadata
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastdp
+from fastdp.errors import AccountingError, ClippingError, ParameterError, StepError
+from fastdp.mechanisms import DPFTRL, ftrl_loader
+from fastdp.optim.adaptive_clipping import OPTIONS, AdaptivePrivacy
+from fastdp.optim.private_step import Privacy
+
+from ..runs import model_of, steps
+
+CLASSES = {
+    fastdp.DPSGD: torch.optim.SGD, fastdp.DPAdam: torch.optim.Adam, fastdp.DPAdamW: torch.optim.AdamW,
+    fastdp.DPRMSprop: torch.optim.RMSprop, DPFTRL: torch.optim.SGD,
+}  # fmt: skip
+each = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+
+
+def keywords(function: Any) -> dict[str, inspect.Parameter]:
+    found = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in found.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+@each
+def test_the_options_of_every_class_are_explicit_and_those_of_privatize(kind):
+    """Names, order, defaults and types: what one says of an option, all say."""
+    private, mine = keywords(fastdp.privatize), keywords(kind)
+    known = {name: mine[name] for name in private}
+    assert list(known) == [name for name in mine if name in private]
+    for name, parameter in private.items():
+        refused = kind is DPFTRL and name in ("sample_rate", "ledger", *OPTIONS)
+        expected = parameter.replace(annotation="None") if refused else parameter
+        assert known[name] == expected
+
+
+def test_the_options_of_privatize_are_those_that_there_are():
+    found = keywords(fastdp.privatize)
+    assert found.pop("norms").default == "exact" and found.pop("augmentations").default == 1
+    adaptive = {name: found.pop(name) for name in OPTIONS}
+    assert found == keywords(Privacy.__init__)
+    assert {*adaptive} <= {*keywords(AdaptivePrivacy.__init__)} and all(p.default is None for p in adaptive.values())
+
+
+@each
+def test_the_other_options_are_those_of_torch(kind):
+    theirs = dict(inspect.signature(CLASSES[kind]).parameters)
+    mine = {name: p for name, p in inspect.signature(kind).parameters.items() if name not in keywords(fastdp.privatize)}
+    added = {"model", *(["variance_reduction"] if kind is DPFTRL else [])}
+    assert set(mine) == set(theirs) | added
+    assert {name: mine[name].default for name in theirs if name != "params"} == {
+        name: p.default for name, p in theirs.items() if name != "params"
+    }
+    assert all(p.annotation is not p.empty for p in inspect.signature(kind).parameters.values())
+    assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in inspect.signature(kind).parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("max_grad_nrom", "did you mean 'max_grad_norm'"),
+        ("Noise_Multiplyer", "did you mean 'noise_multiplier'"),
+        ("l2_norm_clip", "it is called max_grad_norm here"),
+        ("noise_mult", "it is called noise_multiplier here"),
+        ("learning_rate", "it is called lr here"),
+        ("target_epsilon", "noise_multiplier_for"),
+        ("epsilon", "eps= is the term in the denominator; noise_multiplier=fastdp.noise_multiplier_for"),
+        ("momentum", r"an option of torch.optim.SGD and torch.optim.RMSprop only"),
+        ("max_physical_batch_size", "poisson_loader"),
+        ("data_loader", "PrivacyEngine"),
+        ("xyzzy", r"help\(DPAdamW\)"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_what_was_meant(wrong, said):
+    model = model_of()
+    with pytest.raises(TypeError, match=f"DPAdamW got an argument that it does not have: '{wrong}': .*{said}"):
+        fastdp.DPAdamW(model, lr=0.1, noise_multiplier=1.0, **{wrong: 1.0})
+    fastdp.DPAdamW(model, noise_multiplier=1.0).detach()  # nothing is left on the model
+
+
+def test_privatize_says_so_too():
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="'max_norm': it is called max_grad_norm here; 'clippping': did you mean"):
+        fastdp.privatize(plain, model, noise_multiplier=1.0, max_norm=1.0, clippping="local")
+    with pytest.raises(TypeError, match=r"'lr': it is an option of the torch optimizer.*SGD\(params, lr=\)"):
+        fastdp.privatize(plain, model, noise_multiplier=1.0, lr=1.0)
+    with pytest.raises(TypeError, match="noise_multiplier"):
+        fastdp.privatize(plain, model)
+    assert type(plain) is torch.optim.SGD
+
+
+def test_a_loader_says_so_too():
+    records = torch.utils.data.TensorDataset(torch.zeros(10, 2))
+    with pytest.raises(TypeError, match="poisson_loader got an argument .*'expected_batchsize': did you mean 'exp"):
+        fastdp.poisson_loader(records, expected_batchsize=4)
+    with pytest.raises(TypeError, match="ftrl_loader got an argument .*'batchsize': did you mean 'batch_size'"):
+        ftrl_loader(records, batchsize=4)
+    with pytest.raises(TypeError, match=r"'seed': help\(ftrl_loader\) lists"):
+        ftrl_loader(records, batch_size=4, seed=1)
+    with pytest.raises(TypeError, match="'num_worker': did you mean 'num_workers'"):
+        fastdp.poisson_loader(records, sample_rate=0.1, num_worker=1)
+    with pytest.raises(TypeError, match="'lot_size': it is called expected_batch_size here"):
+        fastdp.poisson_loader(records, lot_size=4)
+    assert fastdp.poisson_loader(records, sample_rate=0.1, timeout=0).sample_rate == 0.1
+
+
+def test_a_style_that_is_given_as_clipping():
+    with pytest.raises(ClippingError, match="not 'per_layer'; style= says what is clipped together"):
+        fastdp.DPSGD(model_of(), noise_multiplier=1.0, clipping="per_layer")
+
+
+@each
+def test_what_is_missing_or_given_in_another_way(kind):
+    model = model_of()
+    with pytest.raises(TypeError, match="needs noise_multiplier="):
+        kind(model, lr=0.1)
+    with pytest.raises(TypeError, match="takes the model first"):
+        kind(lr=0.1, noise_multiplier=1.0)
+    with pytest.raises(TypeError, match="model and lr by position.*3 arguments"):
+        kind(model, 0.1, 0.9, noise_multiplier=1.0)
+    with pytest.raises(TypeError, match="got 'lr' by position, and by its name again"):
+        kind(model, 0.1, lr=0.1, noise_multiplier=1.0)
+    with pytest.raises(ParameterError, match="the first argument is the model"):
+        kind(model.parameters(), lr=0.1)
+    made = kind(model=model, lr=None, noise_multiplier=1.0)  # by name; None is torch's default, as ever
+    assert made.param_groups[0]["lr"] == inspect.signature(CLASSES[kind]).parameters["lr"].default
+    made.detach()
+
+
+def test_what_ftrl_refuses_it_refuses_by_its_own_errors():
+    with pytest.raises(AccountingError, match="nothing is sampled"):
+        DPFTRL(model_of(), lr=0.1, noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(StepError, match="ledger="):
+        DPFTRL(model_of(), lr=0.1, noise_multiplier=1.0, ledger="steps")
+    made = DPFTRL(model_of(), 0.1, noise_multiplier=1.0, momentum=0.5, variance_reduction=False)
+    assert made.param_groups[0]["momentum"] == 0.5 and not made._privacy.noise.reduced
+
+
+class Clipped(fastdp.DPAdamW):
+    """With an option of its own."""
+
+    def __init__(self, model, lr=None, *, patience=3, **options):
+        self.patience = patience
+        super().__init__(model, lr, **options)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    def __init__(self, params, lr=0.5, beta3=0.9, weight_decay=0.25):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        self.beta3 = beta3
+
+
+class DPOwnAdamW(fastdp.DPAdamW, OwnAdamW):
+    """A private optimizer of the user's own optimizer, which has other options and defaults than torch's."""
+
+
+def test_subclasses_with_options_of_their_own():
+    model = model_of()
+    made = Clipped(model, 0.1, patience=7, noise_multiplier=1.0, betas=(0.5, 0.6), expected_batch_size=6)
+    assert made.patience == 7 and made.param_groups[0]["betas"] == (0.5, 0.6)
+    steps(made, model, 1)
+    made.detach()
+    with pytest.raises(TypeError, match="Clipped got an argument that it does not have: 'patiense'"):
+        Clipped(model, 0.1, patiense=7, noise_multiplier=1.0)
+    own = DPOwnAdamW(model, beta3=0.1, noise_multiplier=1.0)
+    assert (own.beta3, own.param_groups[0]["lr"], own.param_groups[0]["weight_decay"]) == (0.1, 0.5, 0.25)
+    own.detach()
+    own = DPOwnAdamW(model, weight_decay=0.01, noise_multiplier=1.0)  # torch's default is not the class's
+    assert own.param_groups[0]["weight_decay"] == 0.01
+
+
+def test_options_from_dicts_partials_and_copies():
+    options = dict(lr=0.1, noise_multiplier=1.0, max_grad_norm=2.0)
+    make = functools.partial(fastdp.DPSGD, **options)
+    made = make(model_of(), momentum=0.5)
+    assert made.max_grad_norm == 2.0 and options == dict(lr=0.1, noise_multiplier=1.0, max_grad_norm=2.0)
+    assert pickle.loads(pickle.dumps(fastdp.DPSGD)) is fastdp.DPSGD
+    assert pickle.loads(pickle.dumps(make)).keywords == options
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ParameterError, match="cannot be copied or pickled"):
+            duplicate(made)
+
+
+PROGRAM = """\
+import fastdp, torch
+model = torch.nn.Linear(2, 2)
+fastdp.DPAdamW(model, lr=1e-3, noise_multiplier=1.0, max_grad_nrom=1.0)
+fastdp.DPSGD(model, lr=1e-3, noise_multiplier="much", betas=(0.9, 0.99))
+fastdp.DPSGD(model, lr=1e-3, max_grad_norm=1.0)
+reveal_type(fastdp.privatize(torch.optim.SGD(model.parameters()), model, noise_multiplier=1.0))
+"""
+
+
+def test_type_checkers_see_them(tmp_path):
+    """mypy, out of the tree: on a program with misspelt, missing and wrongly typed options."""
+    pytest.importorskip("mypy")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment())
+    lines = done.stdout.splitlines()
+    said = {number: [line for line in lines if line.startswith(f"program.py:{number}:")] for number in range(1, 7)}
+    assert not said[1] and not said[2], f"{done.stdout}\nIs the tree installed by an earlier `pip install -e .`?"
+    assert 'Unexpected keyword argument "max_grad_nrom"' in said[3][0], done.stdout
+    assert any('"noise_multiplier" to "DPSGD" has incompatible type "str"' in line for line in said[4])
+    assert any('Unexpected keyword argument "betas"' in line for line in said[4])
+    assert 'Missing named argument "noise_multiplier"' in said[5][0]
+    assert any("PrivateOptimizer" in line for line in said[6])
+
+
+def environment() -> dict[str, str]:
+    """Where mypy looks: where Python does. An editable install of this tree must be seen; of another, this is told."""
+    root = Path(fastdp.__file__).resolve().parent.parent
+    found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    installed = [
+        json.loads(text).get("url") for each in importlib.metadata.distributions(name="fastdp")
+        if (text := each.read_text("direct_url.json"))
+    ]  # fmt: skip
+    return found if root.as_uri() in installed else {**found, "MYPYPATH": str(root)}
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"rows_per_sample": 0}, "rows_per_sample must be at least 1"),
+        ({"rows_per_sample": 2.5}, "rows_per_sample must be a whole number"),
+        ({"rows_per_sample": None}, "rows_per_sample must be a whole number"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),  # nothing would be trained
+        ({"batch_size": "6"}, "batch_size must be a whole number"),
+        ({"batch_size": 2, "rows_per_sample": 2}, "Give only one of them"),
+    ],
+)
+def test_numbers_of_samples_and_rows_that_there_cannot_be(options, match):
+    model = torch.nn.Linear(3, 2)
+    for make in (
+        lambda: fastdp.DPSGD(model, noise_multiplier=1.0, **options),
+        lambda: fastdp.privatize(torch.optim.SGD(model.parameters()), model, noise_multiplier=1.0, **options),
+        lambda: fastdp.PerSampleGradients(model, **options),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()
+    fastdp.DPSGD(model, noise_multiplier=1.0)  # nothing is left on the model
+
+
+def test_a_misspelt_way_to_clip_is_told_all_of_them():
+    with pytest.raises(ClippingError, match="local, global, automatic, adaptive or a callable, not 'Adaptive'"):
+        fastdp.DPSGD(torch.nn.Linear(3, 2), noise_multiplier=1.0, clipping="Adaptive")

@@ -1,0 +1,264 @@
+"""What was spent stays spent: histories that get shorter, and optimizers that begin anew on a trained model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import fastdp
+from fastdp.accounting import epsilon_of
+from fastdp.accounting.ledger import Ledger, beyond
+
+from ..runs import model_of, steps
+
+RATE = 0.1
+
+
+def optimizer_of(model, **options):
+    return fastdp.DPAdamW(
+        model,
+        **{"lr": 0.1, "noise_multiplier": 1.0, "expected_batch_size": 6, "sample_rate": RATE,
+           "accountant": "rdp", **options},
+    )  # fmt: skip
+
+
+def test_going_back_to_an_earlier_state_keeps_what_was_spent():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    steps(optimizer, model, 10)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps(optimizer, model, 20)
+    spent = optimizer.epsilon(1e-5)
+    model.load_state_dict(state[0])
+    with pytest.warns(UserWarning, match=r"20 noised step\(s\) that this optimizer has made are not in"):
+        optimizer.load_state_dict(state[1])
+    assert optimizer.history == [(1.0, RATE, 10)] and optimizer.epsilon(1e-5) == spent
+    steps(optimizer, model, 5)
+    assert optimizer.epsilon(1e-5) == pytest.approx(epsilon_of([(1.0, RATE, 35)], 1e-5, "rdp"))
+    with pytest.warns(UserWarning, match="5 noised"):  # and once more
+        optimizer.load_state_dict(state[1])
+    assert optimizer.epsilon(1e-5) == pytest.approx(epsilon_of([(1.0, RATE, 35)], 1e-5, "rdp"))
+
+
+def test_what_was_lost_goes_into_checkpoints(silent):
+    model = model_of()
+    optimizer = optimizer_of(model)
+    empty = copy.deepcopy(optimizer.state_dict())
+    steps(optimizer, model, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.load_state_dict(empty)
+    steps(optimizer, model, 2)
+    other = model_of()
+    resumed = optimizer_of(other)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.history == [(1.0, RATE, 2)]
+    assert resumed.epsilon(1e-5) == optimizer.epsilon(1e-5) == epsilon_of([(1.0, RATE, 9)], 1e-5, "rdp")
+    optimizer.load_state_dict(optimizer.state_dict())  # the same: nothing more is lost
+    assert optimizer.epsilon(1e-5) == resumed.epsilon(1e-5)
+
+
+def test_a_history_of_another_run_does_not_take_the_place_of_ones_own():
+    model, other = model_of(), model_of()
+    optimizer, long = optimizer_of(model), optimizer_of(other, noise_multiplier=3.0)
+    steps(optimizer, model, 4)
+    steps(long, other, 50)
+    with pytest.warns(UserWarning, match="4 noised"):
+        optimizer.load_state_dict(copy.deepcopy(long.state_dict()))
+    assert optimizer.epsilon(1e-5) == epsilon_of([(1.0, RATE, 4), (3.0, RATE, 50)], 1e-5, "rdp")
+
+
+def test_taking_up_a_run_hears_nothing(silent):
+    model = model_of()
+    optimizer = optimizer_of(model)
+    steps(optimizer, model, 3)
+    early = copy.deepcopy(optimizer.state_dict())
+    optimizer.noise_multiplier = 2.0
+    steps(optimizer, model, 3)
+    late = copy.deepcopy(optimizer.state_dict())
+    for state in (early, late):
+        other = model_of()
+        resumed = optimizer_of(other)
+        resumed.load_state_dict(state)
+        resumed.load_state_dict(late)  # longer, and of the same run
+        assert resumed.epsilon(1e-5) == optimizer.epsilon(1e-5)
+
+
+def test_a_new_optimizer_on_a_trained_model_says_what_it_does_not_count():
+    model = model_of()
+    first = optimizer_of(model)
+    steps(first, model, 8)
+    state = copy.deepcopy(first.state_dict())
+    first.detach()
+    second = optimizer_of(model, params=model[2].parameters())
+    with pytest.warns(UserWarning, match=r"8 noised step\(s\) were made"):
+        assert second.epsilon(1e-5) == 0
+    second.detach()
+    third = optimizer_of(model)
+    third.load_state_dict(state)
+    steps(third, model, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
+        assert third.epsilon(1e-5) == epsilon_of([(1.0, RATE, 9)], 1e-5, "rdp")
+    third.detach()
+    with pytest.warns(UserWarning, match=r"^9 noised"):  # the first's are within the third's
+        optimizer_of(model).epsilon(1e-5)
+
+
+def test_optimizers_of_different_parameters_or_without_steps_hear_nothing(silent):
+    model = model_of()
+    body = optimizer_of(model, params=model[0].parameters())
+    body.detach()
+    whole = optimizer_of(model)
+    steps(whole, model, 2)
+    assert whole.epsilon(1e-5) > 0
+    other = model_of()
+    steps(again := optimizer_of(other), other, 1)
+    assert again.epsilon(1e-5) > 0
+
+
+@pytest.mark.parametrize("history, known, rest", [
+    ([], [(1.0, 0.1, 3)], []),
+    ([(1.0, 0.1, 3)], [], [(1.0, 0.1, 3)]),
+    ([(1.0, 0.1, 3)], [(1.0, 0.1, 5)], []),
+    ([(1.0, 0.1, 5)], [(1.0, 0.1, 3)], [(1.0, 0.1, 2)]),
+    ([(1.0, 0.1, 5), (2.0, 0.1, 1)], [(1.0, 0.1, 3)], [(1.0, 0.1, 2), (2.0, 0.1, 1)]),
+    ([(1.0, 0.1, 3), (2.0, 0.1, 1)], [(1.0, 0.1, 5)], [(2.0, 0.1, 1)]),
+    ([(1.0, 0.1, 3), (2.0, 0.1, 1)], [(1.0, 0.1, 3), (2.0, 0.1, 1), (1.0, None, 1)], []),
+    ([(1.0, 0.1, 3)], [(1.0, None, 3)], [(1.0, 0.1, 3)]),
+])  # fmt: skip
+def test_what_is_beyond_a_common_beginning(history, known, rest):
+    assert beyond(history, known) == rest
+
+
+def test_a_ledger_keeps_all_of_several_losses():
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.add(1.0, 0.1)
+        ledger.add(2.0, 0.1)
+        said, take_up = ledger.read([(1.0, 0.1, 1)], [])
+        take_up()
+        assert len(said) == 1
+    assert sum(n for *_, n in ledger.spent) == 1 + 3 + 2
+
+
+@pytest.mark.parametrize("second", [3, 5, 9])
+def test_steps_of_equal_settings_are_not_taken_for_those_of_the_optimizer_before(second):
+    """However many steps the new one makes: only a state that was loaded holds the other's."""
+    model = model_of()
+    first = optimizer_of(model)
+    steps(first, model, 5)
+    first.detach()
+    new = optimizer_of(model)
+    steps(new, model, second)
+    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made"):
+        new.epsilon(1e-5)
+    state = copy.deepcopy(new.state_dict())
+    new.detach()
+    third = optimizer_of(model)
+    third.load_state_dict(state)  # which does not hold the first's
+    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made"):
+        third.epsilon(1e-5)
+    third.detach()
+    with pytest.warns(UserWarning, match=rf"^{5 + second} noised"):
+        optimizer_of(model).epsilon(1e-5)
+
+
+def test_a_history_of_equal_settings_of_another_run_does_not_take_the_place_of_ones_own():
+    model, other = model_of(), model_of()
+    optimizer, long = optimizer_of(model), optimizer_of(other)
+    steps(optimizer, model, 4)
+    steps(long, other, 9)
+    with pytest.warns(UserWarning, match="^4 noised"):
+        optimizer.load_state_dict(copy.deepcopy(long.state_dict()))
+    assert optimizer.epsilon(1e-5) == pytest.approx(epsilon_of([(1.0, RATE, 13)], 1e-5, "rdp"))
+
+
+def test_two_ways_on_from_one_state_are_both_counted():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    steps(optimizer, model, 2)
+    early = copy.deepcopy(optimizer.state_dict())
+    steps(optimizer, model, 3)
+    late = copy.deepcopy(optimizer.state_dict())
+    other = model_of()
+    resumed = optimizer_of(other)
+    resumed.load_state_dict(early)
+    steps(resumed, other, 1)
+    with pytest.warns(UserWarning, match="^1 noised"):  # it is none of the three that the first made
+        resumed.load_state_dict(late)
+    assert resumed.epsilon(1e-5) == pytest.approx(epsilon_of([(1.0, RATE, 6)], 1e-5, "rdp"))
+
+
+def test_optimizers_of_two_models_that_share_weights_hear_of_each_other():
+    model, twin = model_of(), model_of()
+    twin[0].weight, twin[0].bias = model[0].weight, model[0].bias
+    one, two = optimizer_of(model, params=model[0].parameters()), optimizer_of(twin, params=twin[0].parameters())
+    steps(one, model, 2)
+    steps(two, twin, 3)
+    for optimizer, others in ((one, 3), (two, 2)):
+        with pytest.warns(UserWarning, match=f"^{others} noised"):
+            optimizer.epsilon(1e-5)
+
+
+def test_parameters_that_are_added_bring_their_steps():
+    model = model_of()
+    model[2].requires_grad_(False)
+    old = optimizer_of(model, params=model[0].parameters())
+    steps(old, model, 4)
+    old.detach()
+    model.requires_grad_(True)
+    model[0].requires_grad_(False)
+    new = optimizer_of(model, params=model[2].parameters())
+    steps(new, model, 1)
+    with pytest.warns(UserWarning, match="^4 noised"):  # the model is released as a whole
+        new.epsilon(1e-5)
+    model[0].requires_grad_(True)
+    new.add_param_group({"params": list(model[0].parameters())})
+    with pytest.warns(UserWarning, match="^4 noised"):
+        new.epsilon(1e-5)
+
+
+def test_a_head_on_a_trained_body_that_is_frozen_says_what_the_body_has_spent():
+    body = model_of()
+    first = optimizer_of(body)
+    steps(first, body, 5)
+    first.detach()
+    body.requires_grad_(False)
+    model = torch.nn.Sequential(body, torch.nn.Linear(2, 2))
+    head = optimizer_of(model)
+    steps(head, model, 1)
+    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made on this model's parameters"):
+        head.epsilon(1e-5)
+    with warnings.catch_warnings():  # the body's history has nothing of the head's
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
+        first.epsilon(1e-5)
+
+
+def test_a_state_of_an_older_version_counts_as_before(silent):
+    model = model_of()
+    optimizer = optimizer_of(model)
+    steps(optimizer, model, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["fastdp"]["makers"]
+    optimizer.load_state_dict(state)
+    optimizer.detach()
+    new = optimizer_of(model)
+    new.load_state_dict(state)
+    assert new.epsilon(1e-5) == epsilon_of([(1.0, RATE, 3)], 1e-5, "rdp")
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_no_epsilon_is_below_zero(accountant):
+    for delta in (0.3, 0.5, 0.99):
+        assert epsilon_of([(1.0, RATE, 3)], delta, accountant) >= 0
+    model = model_of()
+    optimizer = optimizer_of(model, accountant=accountant, sample_rate=0.1, expected_batch_size=None)
+    optimizer._privacy.ledger.add(1.0, 0.1)
+    with pytest.warns(UserWarning, match=r"delta=0\.5 is too large: publishing one sample of 2 in full"):
+        assert optimizer.epsilon(0.5) >= 0

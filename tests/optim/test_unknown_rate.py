@@ -1,0 +1,155 @@
+"""Runs on an ordinary loader: what the first step says of the sample rate, and epsilon(sample_rate=)."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import fastdp
+from fastdp.accounting import epsilon_of
+from fastdp.data import sample_rates
+from fastdp.errors import AccountingError, SampleRateWarning
+from fastdp.mechanisms import DPFTRL, ftrl_loader
+
+from ..runs import backward, data, model_of, steps
+
+
+@pytest.fixture(autouse=True)
+def _looked_for_no_loader_before(monkeypatch):
+    monkeypatch.setattr(sample_rates, "_WITHOUT", {})
+
+
+def private(model, **options):
+    known = dict(lr=0.1, noise_multiplier=1.0, expected_batch_size=6, accountant="rdp", **options)
+    return fastdp.DPSGD(model, **known)
+
+
+def train(optimizer, model, records=60):
+    for (x,) in DataLoader(TensorDataset(data(records)), batch_size=6, shuffle=True):
+        backward(model, x)
+        optimizer.step()
+
+
+def test_the_first_step_warns_once_and_says_what_it_saw():
+    optimizer = private(model := model_of())
+    with pytest.warns(SampleRateWarning, match=r"epsilon\(delta, sample_rate=\).*6 of the 60 records.*0.1") as seen:
+        train(optimizer, model)
+    assert len([w for w in seen if w.category is SampleRateWarning]) == 1
+    assert [w.filename for w in seen if w.category is SampleRateWarning] == [__file__]
+    assert optimizer.history == [(1.0, None, 10)]
+
+
+@pytest.mark.parametrize("rate", [None, 0.1])
+def test_a_loader_that_draws_some_records_more_often_is_warned_of(rate):
+    optimizer, sampler = private(model := model_of(), sample_rate=rate), WeightedRandomSampler([9.0] + [1.0] * 59, 60)
+    with pytest.warns(UserWarning, match=r"one record 7.94 times as often.*weight\[y\]"):
+        for (x,) in DataLoader(TensorDataset(data(60)), batch_size=6, sampler=sampler):
+            backward(model, x)
+            optimizer.step()
+
+
+def test_epsilon_at_a_rate_that_is_given_later(silent):
+    optimizer = private(model := model_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SampleRateWarning)
+        train(optimizer, model)
+    assert optimizer.epsilon(1e-5, sample_rate=0.1) == epsilon_of([(1.0, 0.1, 10)], 1e-5, "rdp")
+    assert optimizer.history == [(1.0, None, 10)]  # what is known of the steps is what was told
+    with pytest.raises(AccountingError, match="give sample_rate= to the optimizer or to its epsilon"):
+        optimizer.epsilon(1e-5)
+    for wrong in (0.0, -0.1, 1.1, float("nan")):
+        with pytest.raises(AccountingError, match=r"\(0, 1\]"):
+            optimizer.epsilon(1e-5, sample_rate=wrong)
+    with pytest.raises(ValueError, match="must be a number"):
+        optimizer.epsilon(1e-5, sample_rate="0.1")
+    with pytest.raises(TypeError):
+        optimizer.epsilon(1e-5, 0.1)  # by its name alone
+
+
+def test_a_rate_far_below_what_the_first_batch_showed_is_warned_of():
+    optimizer = private(model := model_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(optimizer, model)
+    with pytest.warns(UserWarning, match="sample_rate=0.001 is far below.*had 6 of the 60 records") as seen:
+        optimizer.epsilon(1e-5, sample_rate=0.001)
+    assert [w.filename for w in seen if "far below" in str(w.message)] == [__file__]
+
+
+def test_what_the_first_batch_showed_is_known_to_the_optimizer_that_counts_its_step():
+    optimizer = private(model := model_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(optimizer, model)
+        second = private(model, sample_rate=0.5)
+        third = private(model, sample_rate=0.5)
+    for each in (second, third):
+        with pytest.warns(UserWarning, match="sample_rate=0.001 is far below.*had 6 of the 60 records"):
+            each.epsilon(1e-5, sample_rate=0.001)
+
+
+def test_a_rate_that_is_known_is_not_another_one(silent):
+    model = model_of()
+    optimizer = private(model, sample_rate=0.2)
+    steps(optimizer, model, 3)
+    assert optimizer.epsilon(1e-5, sample_rate=0.2) == optimizer.epsilon(1e-5)
+    with pytest.raises(AccountingError, match=r"sample_rate=0.1 was given, and steps were sampled at 0.2"):
+        optimizer.epsilon(1e-5, sample_rate=0.1)
+
+
+def test_steps_with_and_without_a_rate():
+    """Those of which it is known keep their own."""
+    model = model_of()
+    first = private(model, sample_rate=0.2)
+    steps(first, model, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        second = private(model)
+        steps(second, model, 2)
+        assert second.epsilon(1e-5, sample_rate=0.1) == epsilon_of([(1.0, 0.2, 3), (1.0, 0.1, 2)], 1e-5, "rdp")
+
+
+def test_who_needs_no_rate_hears_nothing(silent):
+    """Runs on a Poisson loader, with sample_rate=, and without noise."""
+    records = TensorDataset(data(60))
+    for loader, options in (
+        (fastdp.poisson_loader(records, sample_rate=0.1, steps=2), {}),
+        (DataLoader(records, batch_size=6), {"sample_rate": 0.1}),
+        (DataLoader(records, batch_size=6), {"noise_multiplier": 0.0}),
+    ):
+        size = {} if isinstance(loader, fastdp.sampling.PoissonLoader) else {"expected_batch_size": 6}
+        model = model_of()
+        optimizer = fastdp.DPSGD(model, **{"lr": 0.1, "noise_multiplier": 1.0, **size, **options})
+        for (x,) in loader:
+            backward(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_nothing_is_sampled_by_ftrl():
+    with pytest.raises(AccountingError, match="nothing is sampled"):
+        DPFTRL(torch.nn.Linear(2, 2), lr=0.1, noise_multiplier=1.0).epsilon(1e-5, sample_rate=0.1)
+
+
+def test_batches_from_a_seed_are_said_as_noise_from_one():
+    records, found = TensorDataset(torch.randn(20, 3)), []
+    known = {"lr": 0.1, "noise_multiplier": 1.0}
+    for kind, loader in (
+        (fastdp.DPSGD, fastdp.poisson_loader(records, sample_rate=0.5, steps=1, seed=1)),
+        (fastdp.DPSGD, fastdp.poisson_loader(records, sample_rate=0.5, steps=1)),
+        (DPFTRL, ftrl_loader(records, batch_size=10)),  # whose order need not be secret
+    ):
+        model = torch.nn.Linear(3, 1)
+        optimizer = kind(model, **known)
+        for (x,) in loader:
+            model(x).sum(1).mean().backward()
+            optimizer.step()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.epsilon(1e-3)
+        texts = [str(each.message) for each in seen]
+        found.append(sum("batches come from a loader with seed=" in text for text in texts))
+    assert found == [1, 0, 0]
