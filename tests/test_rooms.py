@@ -23,12 +23,12 @@ ORDER = (
     ("data",),
     ("optim",),
     ("losses", "mechanisms", "ntk", "sampling", "schedule", "verification"),
-    ("calibration", "diagnostics"),
-    ("audit", "commands", "compat", "finetune", "hf", "lightning", "tracking"),
+    ("calibration", "diagnostics", "hf"),
+    ("audit", "commands", "compat", "finetune", "lightning", "tracking"),
     ("__init__", "__main__"),
 )
 FLOOR = {name: number for number, names in enumerate(ORDER) for name in names}
-GUESTS = ORDER[-2]  # they use fastdp as a user would: `import fastdp` is theirs, too
+GUESTS = (*ORDER[-2], "hf")  # they use fastdp as a user would: `import fastdp` is theirs, too
 LONGEST = 400  # lines
 WITHIN = {"kernels"}  # Triton's, which ops import when a device asks for them
 

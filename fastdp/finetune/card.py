@@ -15,8 +15,8 @@ from typing import Any
 
 from ..accounting import epsilon_of
 from ..utils.formatting import at_most
-from .checkpoint import NO_CHARACTER, new_file
-from .job import Outcome, Plan
+from .files import NO_CHARACTER, new_file
+from .plan import Outcome, Plan
 
 NOT_COVERED = (
     "The choice of hyperparameters (learning rate, epochs, length, which weights): if it was made by looking at runs "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..utils.formatting import listed
-from .job import FinetuneError
+from .plan import FinetuneError
 from .tables import Table
 from .tasks import TASKS, one_answer
 

@@ -22,16 +22,16 @@ from ..errors import BatchReadWarning, FastDPError
 from ..utils.formatting import at_most, count
 from . import preflight
 from .card import make_card
-from .checkpoint import NO_CHARACTER, PRIVATE, new_file
+from .files import NO_CHARACTER, PRIVATE, new_file
 from .folder import begin_folder, begun_at, check_out, ended_at, is_begun
 from .hashes import COMMITMENT, commit, of_weights
-from .job import FREE, Outcome
-from .models import RELOAD
+from .models import RELOAD, quiet
 from .outputs import write_outputs
+from .plan import Outcome
 from .prepare import Prepared, prepare, settle
+from .processes import started, together
 from .progress import Progress
-from .ranks import started, together
-from .training import run
+from .tasks import headline
 from .verdict import advice, nothing_learnt
 
 
@@ -94,13 +94,14 @@ def _main(options: Namespace) -> int:
             return 0
         if world.rank == 0:
             return train(ready)
-        return 130 if run(ready.job, options.resume).status == "interrupted" else 0
+        from .run import run
+
+        return 130 if run(ready.job, options.resume, _progress(ready)).status == "interrupted" else 0
 
 
 def _same_plan(world: World, ready: Prepared) -> None:
     """All processes have the same plan and data, and take the smallest of their physical batches."""
-    fixed = [(name, value) for name, value in dataclasses.asdict(ready.plan).items() if name not in FREE]
-    world.agree({"the plan": mark(fixed), "the data": mark(dict(ready.job.fingerprint))})
+    world.agree({"the plan": mark(list(ready.plan.fixed().items())), "the data": mark(dict(ready.job.fingerprint))})
     sizes = world.everywhere("physical batches", ready.plan.max_physical_batch_size)
     size = min((size for size in sizes if size is not None), default=None)
     ready.plan = ready.job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=size)
@@ -115,18 +116,24 @@ def how_to_resume() -> str:
     return f"Go on with: python -m fastdp {words} --resume"
 
 
+def _progress(ready: Prepared) -> Progress:
+    options = ready.options
+    return Progress(options.out, options.epsilon, options.resume, headline(options.task), ready.plan.steps)
+
+
 def train(ready: Prepared) -> int:
     """Run the job, write the outputs; the exit code."""
+    from .run import run
+
     options = ready.options
     begin_folder(options)
-    progress = Progress(options.out, options.epsilon, options.resume)
-    ready.job.log = progress
+    progress = _progress(ready)
     print("\ntraining", flush=True)
     if ready.evaluation is not None and not options.resume:
         progress.evaluated({"step": 0, "epsilon": 0.0, **ready.evaluation(ready.model)})
     try:
-        with _warnings_said(progress):
-            outcome = run(ready.job, options.resume)
+        with _warnings_said(progress), quiet():
+            outcome = run(ready.job, options.resume, progress)
     finally:
         progress.pause()
     if outcome.status == "interrupted":

@@ -5,150 +5,116 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from ..losses import IGNORE
 from ..utils.formatting import count
-from .job import FinetuneError
+from .plan import FinetuneError
 from .records import Records
-from .tasks import TASKS
+from .tasks import TASKS, one_answer
 
-_AT_ONCE = 1000
 _UNSET = 10**6  # a tokenizer without a limit says 1e30
 
 
-class Encoded(Dataset[dict[str, Any]]):
-    """Items {"input_ids", "token_type_ids"?: int32 [T], and what is to be predicted}; `cut`: records that were longer.
+class Encoded:
+    """Records as tokens, in memory: items {"input_ids", "token_type_ids"?, "labels"?}; `cut`: records that were longer.
 
-    labels: for each record an int (a class), a float, floats (0 or 1 for every label), or with `what`
-    "tags": the numbers of tags, one for each token (IGNORE where there is none);
-    "target": the tokens to write;
-    "answers": (tokens of the prompt alone, the tokens of the prompt and the rejected answer).
-    reference: [N, 2] log-probabilities of the chosen and the rejected answer under the model as it was.
+    labels are a class, a number, numbers of 0 and 1, tags of the tokens (IGNORE for none), or the tokens to write. Of
+    preferences, an item has "input_ids" (prompt and chosen answer), "rejected_ids", "prompt" (its length), and
+    "reference": the log-probabilities of both answers under the model as it was.
     """
 
-    def __init__(self, rows: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]] | None,
-                 labels: Sequence[Any] | None, cut: int, what: str = "label") -> None:  # fmt: skip
-        lengths = torch.tensor([0, *(len(row) for row in rows)])
-        self.starts = lengths.cumsum(0)
-        self.tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-        self.kinds = None if kinds is None else torch.tensor([kind for row in kinds for kind in row], dtype=torch.int32)
-        self.labels, self.cut, self.what = labels, cut, what
-        self.reference: Tensor | None = None
+    def __init__(self, columns: dict[str, Any], cut: int) -> None:
+        from datasets import Dataset
+
+        self.cut = cut
+        self.rows = Dataset.from_dict({name: values for name, values in columns.items() if values is not None})
+        counted = [name for name in ("input_ids", "rejected_ids", "targets") if name in columns]
+        self.lengths = [sum(map(len, rows)) for rows in zip(*(columns[name] for name in counted), strict=True)]
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.rows[i]  # type: ignore[no-any-return]
 
     def length(self, i: int) -> int:
         """Tokens of a record, those to be written included."""
-        more = 0
-        if self.labels is not None and self.what in ("target", "answers"):
-            more = len(self.labels[i] if self.what == "target" else self.labels[i][1])
-        return self._own(i) + more
+        return self.lengths[i]
 
     def digest(self) -> str:
         """Of all tokens."""
-        found = hashlib.sha256(self.starts.numpy().tobytes())
-        found.update(self.tokens.numpy().tobytes())
-        if self.what in ("target", "answers"):
-            found.update(repr(self.labels).encode())
+        found = hashlib.sha256()
+        for name in sorted(set(self.rows.column_names) - {"reference"}):
+            found.update(f"{name} {list(self.rows[name])}".encode())
         return found.hexdigest()
-
-    def _own(self, i: int) -> int:
-        return int(self.starts[i + 1] - self.starts[i])
 
     def by_length(self) -> Encoded:
         """The same records, short ones first. Physical batches are cut in the order of the data, so that little is
         padded; the order has no part in what is sampled."""
         order = sorted(range(len(self)), key=self.length)
-
-        def rows(values: Tensor) -> list[Tensor]:
-            return [values[int(self.starts[i]) : int(self.starts[i + 1])] for i in order]
-
         made = copy.copy(self)
-        made.starts = torch.tensor([0, *(self._own(i) for i in order)]).cumsum(0)
-        made.tokens = torch.cat(rows(self.tokens)) if order else self.tokens
-        made.kinds = None if self.kinds is None else torch.cat(rows(self.kinds)) if order else self.kinds
-        made.labels = None if self.labels is None else [self.labels[i] for i in order]
-        made.reference = None if self.reference is None else self.reference[order]
+        made.rows, made.lengths = self.rows.select(order), [self.lengths[i] for i in order]
         return made
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        at = slice(int(self.starts[i]), int(self.starts[i + 1]))
-        item: dict[str, Any] = {"input_ids": self.tokens[at]}
-        if self.kinds is not None:
-            item["token_type_ids"] = self.kinds[at]
-        if self.labels is not None:
-            item[self.what] = self.labels[i]
-        if self.reference is not None:
-            item["reference"] = self.reference[i]
-        return item
+    def add_reference(self, values: Tensor) -> None:
+        """[N, 2]."""
+        self.rows = self.rows.add_column("reference", values.tolist())
 
 
 class Collate:
-    """Items -> {"input_ids", "attention_mask", "token_type_ids"?, "labels"} [B, T], padded on the right.
+    """Items -> {"input_ids", "attention_mask", "token_type_ids"?, "labels", "decoder_input_ids"?} by transformers'
+    collators, padded on the right to the longest item, or the next multiple.
 
-    For lm the labels are the tokens themselves, padding left out of the loss. T is the length of the longest item, or
-    the next of `widths`. Targets to be written are "labels" [B, L], with "decoder_input_ids" that begin with `start`;
-    of answers, the rejected ones are "rejected_ids", "rejected_mask" and "rejected_labels".
+    Of preferences, the rejected answers are "rejected_ids", "rejected_mask" and "rejected_labels"; labels are IGNORE
+    where a prompt is.
     """
 
-    def __init__(self, pad: int, widths: Sequence[int] = (), start: int | None = None) -> None:
-        self.pad, self.widths, self.start = pad, sorted(widths), start
+    def __init__(self, tokenizer: Any, model: nn.Module, task: str, multiple: int | None = None) -> None:
+        from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
-    def width(self, longest: int) -> int:
-        """T of a batch with items of this length at most."""
-        return next((width for width in self.widths if width >= longest), longest)
+        tokenizer = copy.deepcopy(tokenizer)  # the saved one keeps its side
+        tokenizer.padding_side = "right"
+        self.task, self.multiple = task, multiple
+        if one_answer(task):
+            self.padded: Any = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+        else:
+            decoder = model if task == "seq2seq" else None
+            self.padded = DataCollatorForSeq2Seq(tokenizer, decoder, pad_to_multiple_of=multiple)
 
-    def _padded(self, rows: list[Any], fill: int, width: int) -> Tensor:
-        found = nn.utils.rnn.pad_sequence(
-            [torch.as_tensor(row).long() for row in rows], batch_first=True, padding_value=fill
-        )
-        return nn.functional.pad(found, (0, width - found.size(1)), value=fill)
+    def width(self, length: int) -> int:
+        """Tokens of a batch whose longest item has this length."""
+        return length if self.multiple is None else -(-length // self.multiple) * self.multiple
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
-        rows = [item["input_ids"] for item in items]
-        lengths = torch.tensor([len(row) for row in rows])
-        width = self.width(int(lengths.max()))
-        batch = {"input_ids": self._padded(rows, self.pad, width)}
-        batch["attention_mask"] = (torch.arange(width)[None] < lengths[:, None]).long()
-        if "token_type_ids" in items[0]:
-            batch["token_type_ids"] = self._padded([item["token_type_ids"] for item in items], 0, width)
-        if "label" in items[0]:
-            batch["labels"] = torch.tensor([item["label"] for item in items])
-        elif "tags" in items[0]:
-            batch["labels"] = self._padded([item["tags"] for item in items], IGNORE, width)
-        elif "target" in items[0]:
-            targets = [item["target"] for item in items]
-            assert self.start is not None
-            before = [[self.start, *target[:-1]] for target in targets]
-            longest = max(len(target) for target in targets)
-            batch["labels"] = self._padded(targets, IGNORE, longest)
-            batch["decoder_input_ids"] = self._padded(before, self.pad, longest)
-        elif "answers" in items[0]:
-            self._answers(batch, items, width)
-        else:
-            batch["labels"] = self._padded(rows, IGNORE, width)
-        return batch
+        if self.task == "preference":
+            return self._answers(items)
+        rows = [{name: value for name, value in item.items() if name != "targets"} for item in items]
+        for row, item in zip(rows, items, strict=True):
+            row["attention_mask"] = [1] * len(row["input_ids"])
+            if self.task in ("lm", "seq2seq"):
+                row["labels"] = item["input_ids" if self.task == "lm" else "targets"]
+        return dict(self.padded(rows))
 
-    def _answers(self, batch: dict[str, Tensor], items: list[dict[str, Any]], width: int) -> None:
-        """The rejected answers, and of both which tokens are answers."""
-        prompts, others = zip(*(item["answers"] for item in items), strict=True)
-        lengths = torch.tensor([len(row) for row in others])
-        longest = int(lengths.max())
-        batch["rejected_ids"] = self._padded(list(others), self.pad, longest)
-        batch["rejected_mask"] = (torch.arange(longest)[None] < lengths[:, None]).long()
-        for name, rows, most in (("labels", [item["input_ids"] for item in items], width),
-                                 ("rejected_labels", list(others), longest)):  # fmt: skip
-            found = self._padded(rows, IGNORE, most)
-            batch[name] = found.masked_fill(torch.arange(most)[None] < torch.tensor(prompts)[:, None], IGNORE)
+    def _answers(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for side, names in (("rejected_ids", ("rejected_ids", "rejected_mask", "rejected_labels")),
+                            ("input_ids", ("input_ids", "attention_mask", "labels"))):  # fmt: skip
+            rows = []
+            for item in items:
+                labels = [IGNORE] * item["prompt"] + item[side][item["prompt"] :]
+                rows.append({"input_ids": item[side], "attention_mask": [1] * len(item[side]), "labels": labels})
+            padded = self.padded(rows)
+            found |= {
+                name: padded[own] for name, own in zip(names, ("input_ids", "attention_mask", "labels"), strict=True)
+            }
         if "reference" in items[0]:
-            batch["reference"] = torch.stack([item["reference"] for item in items])
+            found["reference"] = torch.tensor([item["reference"] for item in items])
+        return found
 
 
 def longest(model: nn.Module, tokenizer: Any, task: str, wanted: int | None) -> int:
@@ -170,14 +136,9 @@ def longest(model: nn.Module, tokenizer: Any, task: str, wanted: int | None) -> 
     return wanted or min([TASKS[task].length, *limits])
 
 
-def widths(most: int) -> list[int]:
-    """The lengths that batches are padded to so that few shapes are recorded: up to eight, by `most` tokens alone.
-
-    >>> widths(128), widths(30)
-    ([16, 32, 48, 64, 80, 96, 112, 128], [8, 16, 24, 30])
-    """
-    step = max(8, -(-most // 8))
-    return [min(step * k, most) for k in range(1, -(-most // step) + 1)]
+def multiple_of(most: int) -> int:
+    """Batches are padded to its multiples, so that few shapes are recorded: up to eight, by `most` tokens alone."""
+    return max(8, -(-most // 8))
 
 
 def padding(tokenizer: Any) -> str:
@@ -209,47 +170,33 @@ def encode(records: Records, tokenizer: Any, model: nn.Module, task: str, most: 
 
 
 def _texts(records: Records, tokenizer: Any, model: nn.Module, task: str, most: int) -> Encoded:
-    kinds: list[list[int]] | None = None
-    if records.pairs is not None and "token_type_ids" in accepted(model):
-        kinds = []
     texts: list[Any] = records.texts
     if records.pairs is not None:
         texts = list(zip(records.texts, records.pairs, strict=True))
-    rows, cut = _rows(texts, tokenizer, most, ended=task == "lm", kinds=kinds)
+    rows, kinds, cut = _rows(texts, tokenizer, most, ended=task == "lm")
+    if records.pairs is None or "token_type_ids" not in accepted(model):
+        kinds = None
     if task != "seq2seq":
-        return Encoded(rows, kinds or None, records.labels, len(cut))
-    targets, more = _rows(list(records.labels or ()), tokenizer, most, ended=True, side="text_target")
-    return Encoded(rows, None, targets, len(cut | more), "target")
+        return Encoded({"input_ids": rows, "token_type_ids": kinds, "labels": records.labels}, len(cut))
+    targets, _, more = _rows(list(records.labels or ()), tokenizer, most, ended=True, side="text_target")
+    return Encoded({"input_ids": rows, "targets": targets}, len(cut | more))
 
 
 def _rows(texts: list[Any], tokenizer: Any, most: int, ended: bool, side: str = "text",
-          kinds: list[list[int]] | None = None, special: bool = True) -> tuple[list[list[int]], set[int]]:  # fmt: skip
-    """(tokens of each text, those that were cut). ended: by the end-of-text token where a text is not cut."""
-    rows: list[list[int]] = []
-    cut: set[int] = set()
-    for start in range(0, len(texts), _AT_ONCE):
-        part = texts[start : start + _AT_ONCE]
-        how = {"truncation": True, "add_special_tokens": special}
-        found = tokenizer(**{side: part}, max_length=most, return_attention_mask=False, **how)
-        ids = [list(row) for row in found["input_ids"]]
-        at_limit = [i for i, row in enumerate(ids) if len(row) >= most]
-        over: set[int] = set()
-        if at_limit:  # as long as that, or longer?
-            more = tokenizer(**{side: [part[i] for i in at_limit]}, max_length=most + 1, **how)["input_ids"]
-            over = {i for i, row in zip(at_limit, more, strict=True) if len(row) > most}
-        if ended and tokenizer.eos_token_id is not None:
-            for i, row in enumerate(ids):
-                if i not in over and len(row) < most and (not row or row[-1] != tokenizer.eos_token_id):
-                    row.append(tokenizer.eos_token_id)
-        empty = next((i for i, row in enumerate(ids) if not row), None)
-        if empty is not None:
-            text = part[empty] if isinstance(part[empty], str) else part[empty][0]
+          special: bool = True) -> tuple[list[list[int]], Any, set[int]]:  # fmt: skip
+    """(tokens of each text, their kinds, those that were cut). ended: by the end-of-text token if a text is not cut."""
+    how = {side: texts, "add_special_tokens": special, "return_attention_mask": False}
+    found, end = tokenizer(**how, truncation=True, max_length=most), tokenizer.eos_token_id
+    whole = tokenizer(**how)["input_ids"]
+    rows = [list(row) for row in found["input_ids"]]
+    cut = {i for i, row in enumerate(whole) if len(row) > most}
+    for i, row in enumerate(rows):
+        if ended and end is not None and i not in cut and len(row) < most and row[-1:] != [end]:
+            row.append(end)
+        if not row:
+            text = texts[i] if isinstance(texts[i], str) else texts[i][0]
             raise FinetuneError(f"the tokenizer makes no token of the text {text[:40]!r}")
-        rows += ids
-        if kinds is not None and "token_type_ids" in found:
-            kinds += [list(row) for row in found["token_type_ids"]]
-        cut |= {start + i for i in over}
-    return rows, cut
+    return rows, found.get("token_type_ids"), cut
 
 
 def _tagged(records: Records, tokenizer: Any, most: int) -> Encoded:
@@ -267,39 +214,38 @@ def _tagged(records: Records, tokenizer: Any, most: int) -> Encoded:
         cut += max((place for place in places if place is not None), default=-1) < len(words) - 1
         if all(tag == IGNORE for tag in tags[-1]):
             raise FinetuneError(f"the tokenizer makes no token of the words {' '.join(words)[:40]!r}")
-    return Encoded(rows, None, tags, cut, "tags")
+    return Encoded({"input_ids": rows, "labels": tags}, cut)
 
 
 def _answers(records: Records, tokenizer: Any, most: int) -> Encoded:
     """Prompt and chosen answer, prompt and rejected answer. What is too long loses the beginning of the prompt, down to
     half of the length, then the end of the answer."""
-    pairs = records.labels or []
-    prompts, _ = _rows(records.texts, tokenizer, 1 << 20, ended=False)
-    end = tokenizer.eos_token_id
-    for prompt in prompts:  # what ends a text does not end a prompt
-        if len(prompt) > 1 and prompt[-1] == end:
-            prompt.pop()
-    chosen, rejected = ([], []) if not pairs else (
-        _rows([pair[side] for pair in pairs], tokenizer, 1 << 20, ended=True, special=False)[0] for side in (0, 1)
-    )  # fmt: skip
-    rows, others, cut = [], [], 0
+    pairs, whole, end = records.labels or [], 1 << 20, tokenizer.eos_token_id
+    prompts, _, _ = _rows(records.texts, tokenizer, whole, ended=False)
+    chosen, rejected = (
+        _rows([pair[side] for pair in pairs], tokenizer, whole, ended=True, special=False)[0] for side in (0, 1)
+    )
+    found: dict[str, list[Any]] = {"input_ids": [], "rejected_ids": [], "prompt": []}
+    cut = 0
     for prompt, good, bad in zip(prompts, chosen, rejected, strict=True):
+        if len(prompt) > 1 and prompt[-1] == end:  # what ends a text does not end a prompt
+            prompt.pop()
         answer = max(len(good), len(bad))
         kept = prompt[-max(most - answer, most // 2) :]
         cut += len(kept) + answer > most or len(kept) < len(prompt)
-        rows.append((kept + good)[:most])
-        others.append((len(kept), (kept + bad)[:most]))
-    return Encoded(rows, None, others, cut, "answers")
+        found["input_ids"].append((kept + good)[:most])
+        found["rejected_ids"].append((kept + bad)[:most])
+        found["prompt"].append(len(kept))
+    return Encoded(found, cut)
 
 
 def _check_vocabulary(made: Encoded, model: nn.Module) -> None:
     owner: Any = model
-    table = owner.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    size = getattr(table, "num_embeddings", None)
-    highest = int(made.tokens.max()) if len(made.tokens) else 0
-    if made.what in ("target", "answers"):
-        more = (label if made.what == "target" else label[1] for label in made.labels or ())
-        highest = max([highest, *(max(row) for row in more)])
+    size = getattr(
+        owner.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None, "num_embeddings", None
+    )
+    texts = [name for name in ("input_ids", "rejected_ids", "targets") if name in made.rows.column_names]
+    highest = max(max(row, default=0) for name in texts for row in made.rows[name])
     if size is not None and highest >= size:
         raise FinetuneError(
             f"the tokenizer makes the token {highest}, but the model knows {count(size)}: they do not belong together"
@@ -330,8 +276,3 @@ def inputs_of(model: nn.Module, batch: dict[str, Tensor], takes: set[str] | None
     takes = accepted(model) if takes is None else takes
     fixed = {"use_cache": False} if "use_cache" in takes else {}
     return {name: value for name, value in batch.items() if name in takes and name != "labels"} | fixed
-
-
-def first_rows(batch: dict[str, Tensor], most: int) -> dict[str, Tensor]:
-    """The first records of a batch."""
-    return {name: copy.copy(value[:most]) for name, value in batch.items()}

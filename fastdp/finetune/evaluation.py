@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,8 +57,3 @@ class Evaluation:
         found = figures.result()
         self.called, self.last, self.simple = True, figures.last, figures.simple
         return found
-
-
-def in_words(metrics: dict[str, Any]) -> str:
-    """ "accuracy 0.871, nll 0.312, ece 0.021"."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name not in ("step", "epsilon"))

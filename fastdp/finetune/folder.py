@@ -11,8 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import PRIVATE, new_file
-from .job import FinetuneError
+from .files import PRIVATE, new_file
+from .plan import FinetuneError
 
 OPTIONS = "options.json"  # what the run was begun with, and when
 # may differ when a run is resumed: they change neither the guarantee nor what is learnt

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from .checkpoint import PRIVATE, new_file
+from .files import PRIVATE, new_file
 
 COMMITMENT = "data_commitment.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..utils.formatting import count, listed
-from .job import FinetuneError
 from .labels import class_name, label_names
 from .models import first_line, quiet, read
+from .plan import FinetuneError
 from .records import Data, Records, check, split, with_digest
 from .tables import Bad, Table, refuse_bad
 
@@ -182,11 +181,3 @@ class Images(Dataset[dict[str, Any]]):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         return {"pixel_values": self.kept[i] if i in self.kept else self._pixels(i), "label": self.labels[i]}
-
-
-def collate_images(items: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Items -> {"pixel_values": [B, C, H, W], "labels": [B]}."""
-    return {
-        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-        "labels": torch.tensor([item["label"] for item in items]),
-    }

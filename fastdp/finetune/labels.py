@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..utils.formatting import listed
-from .job import FinetuneError
+from .plan import FinetuneError
 from .tables import Table
 
 _MOST_CLASSES = 1000

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..utils.formatting import count, listed
 from ..verification.compatible import make_compatible
-from .job import FinetuneError
+from .plan import FinetuneError
 from .tasks import TASKS, generates
 
 

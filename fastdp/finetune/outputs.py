@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,19 @@ from torch import nn
 
 from ..utils.formatting import size
 from .card import Card, write_card
-from .checkpoint import PRIVATE, PUBLIC, UNFINISHED, SaveError, in_words
+from .files import PRIVATE, PUBLIC, UNFINISHED, disk_problems
 from .hashes import of_folder
 from .models import quiet
 from .plots import write_plots
 from .progress import Progress
 
+AGAIN = "The trained weights are in its checkpoints: the same command with --resume writes what is missing"
+
 
 def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Progress, card: Card, task: str,
                   found: Any, simple: Any = None) -> list[str]:  # fmt: skip
     """Write everything; a line for each thing written. Raises SaveError where the disk refuses."""
-    with full_disk(folder):
+    with disk_problems(folder, AGAIN):
         lines = [f"model/            {save_model(folder / 'model', model, tokenizer)}, to give away with the card"]
         card.released_files = of_folder(folder / "model")
         write_card(card, folder)
@@ -67,19 +66,3 @@ def by_umask(folder: Path) -> None:
     os.umask(mask)
     for path in folder.rglob("*"):
         path.chmod((0o777 if path.is_dir() else PUBLIC) & ~mask)
-
-
-@contextlib.contextmanager
-def full_disk(folder: Path) -> Iterator[None]:
-    """A full disk, or one that may not be written to, becomes a SaveError: the trained weights are in a checkpoint."""
-    from safetensors import SafetensorError
-
-    again = "The trained weights are in its checkpoints: the same command with --resume writes what is missing"
-    try:
-        yield
-    except SaveError as problem:
-        raise SaveError(f"{problem}. {again}") from problem
-    except (OSError, SafetensorError) as problem:
-        cause = problem if isinstance(problem, OSError) else OSError(
-            errno.ENOSPC if "os error 28" in str(problem) else errno.EIO, str(problem))  # fmt: skip
-        raise SaveError(f"{in_words(cause, folder)}. {again}") from problem

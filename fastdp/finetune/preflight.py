@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_per_epoch
 from ..errors import AccountingError, ClippingError, FastDPError
@@ -22,10 +22,9 @@ from ..utils.formatting import at_most, count, duration, size
 from ..verification.verify import verify
 from .batch_size import Fit
 from .card import weaknesses
-from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
+from .plan import FinetuneError, Job, Plan
 from .tasks import TASKS
-from .training import out_of_memory
 
 NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little
 CHECKED = 4  # records that verify compares with one-sample truth
@@ -64,28 +63,26 @@ def make_plan(options: Namespace, units: int) -> Plan:
         weight_decay=options.weight_decay, accountant=options.accountant, seed=options.seed,
         max_records_per_group=options.max_records_per_group if options.group_by else None,
         max_physical_batch_size=options.max_physical_batch_size, checkpoint_steps=options.checkpoint_every,
-        checkpoint_seconds=None if options.checkpoint_every else 300.0,
     )  # fmt: skip
 
 
 def check(job: Job) -> str:
     """fastdp.verify on a few records, short to long; a line to say. Raises FinetuneError."""
-    total = len(job.data)  # type: ignore[arg-type]
-    by_length = sorted(range(total), key=job.length) if job.length is not None else list(range(total))
+    total = len(job.data)
+    by_length = sorted(range(total), key=job.length)
     spread = {by_length[k * (total - 1) // (CHECKED - 1)] for k in range(CHECKED)}  # short and long: padded and not
-    batch = _on_device(job, job.collate([job.data[i] for i in sorted(spread)]))
     params = [p for p in job.model.parameters() if p.requires_grad]
     try:
         with warnings.catch_warnings(), _without_zeros(params):
             warnings.simplefilter("ignore")
-            found = verify(job.model, job.loss, batch, params=params, samples=CHECKED)
+            found = verify(job.model, job.loss, job.batch(sorted(spread)), params=params, samples=CHECKED)
     except FastDPError as problem:
         raise FinetuneError(
             f"this model cannot be trained privately as it is:\n{problem}\nNo option of this command changes that: "
             "take another model, in which no record reads another, or another's padding"
         ) from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as problem:
-        if out_of_memory(problem):
+        if isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem):
             raise
         words = (str(problem).strip() or "no message").splitlines()[0][:240]
         raise FinetuneError(f"the model fails on the first records: {type(problem).__name__}: {words}") from problem
@@ -125,7 +122,7 @@ def routes(job: Job, rows: int) -> tuple[str, str]:
     training = model.training
     model.train()
     try:
-        job.loss(model, _on_device(job, job.collate([job.data[i] for i in range(rows)]))).backward()
+        job.loss(model, job.batch(range(rows))).backward()
         text = optimizer.explain()
     finally:
         optimizer.zero_grad()
@@ -139,11 +136,6 @@ def routes(job: Job, rows: int) -> tuple[str, str]:
     return f"{uses} of weights, their norms by {ways}; {held} of {rows} records", text
 
 
-def _on_device(job: Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    device = next(job.model.parameters()).device
-    return {name: value.to(device) for name, value in batch.items()}
-
-
 def trained_of(model: nn.Module) -> tuple[int, int]:
     """(trained parameters, all of them)."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -151,10 +143,10 @@ def trained_of(model: nn.Module) -> tuple[int, int]:
 
 
 def disk_needed(model: nn.Module, adapters: bool) -> int:
-    """Bytes that the run writes: checkpoints (weights, two moments of Adam) and the model."""
-    trained = sum(p.numel() * (p.element_size() + 8) for p in model.parameters() if p.requires_grad)
+    """Bytes that the run writes: checkpoints (weights or adapters, two moments of Adam) and the model."""
+    moments = sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapters)
-    return _CHECKPOINTS * trained + whole + 4_000_000
+    return _CHECKPOINTS * (moments + whole) + whole + 4_000_000
 
 
 LIMITS = {

@@ -17,17 +17,25 @@ from ..losses.language_model_head import FusedHead
 from ..utils.formatting import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, inputs_of, longest, padding, widths
+from .encode import Collate, Encoded, encode, inputs_of, longest, multiple_of, padding
 from .evaluation import Evaluation
-from .images import Images, collate_images, load_images, load_processor
-from .job import FinetuneError, Job, Plan
-from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
+from .images import Images, load_images, load_processor
+from .models import (
+    RELOAD,
+    choose_trained,
+    known_labels,
+    load_config,
+    load_model,
+    load_tokenizer,
+    new_parameters,
+    transformers,
+)
 from .options import BETA, PER_PERSON
-from .ranks import own_device, started
+from .plan import FinetuneError, Job, Plan
+from .processes import own_device, started
 from .records import Data, load_data
-from .replays import check as check_graphed
 from .tables import refuse_absent
-from .task_losses import fused_loss_of, graphed_of, loss_of, preference_loss_of, reference_of
+from .task_losses import graphed_of, losses_of, reference_of
 from .tasks import TASKS, one_answer
 
 _EVALUATED_AT_ONCE = 32
@@ -68,28 +76,11 @@ def prepare(options: Namespace) -> Prepared:
     words = "" if pictures else padding(tokenizer)
     model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
     notes = notes + ([words] if words else [])
-    settings: Any = model.config
-    most = 0
-    encoded: Any
-    held_out: Any = None
-    collate: Any = collate_images
-    if pictures:
-        encoded = Images(data.train, tokenizer)
-        held_out = None if data.held_out is None else Images(data.held_out, tokenizer)
-    else:
-        if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
-            settings.pad_token_id = tokenizer.pad_token_id
-        if options.label_range:  # who loads the model must know what 1 stands for
-            settings.label_range = list(options.label_range)
-        most = longest(model, tokenizer, options.task, options.max_length)
-        encoded = encode(data.train, tokenizer, model, options.task, most)
-        held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
-        start = _start(model, options.task)
-        collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else (), start)
+    encoded, held_out, collate, most = _encoded(options, data, model, tokenizer)
     model.to(device)
     if options.task == "preference":
         for each in filter(None, (encoded, held_out)):
-            each.reference = reference_of(model, each, collate, _EVALUATED_AT_ONCE, device)
+            each.add_reference(reference_of(model, each, collate, _EVALUATED_AT_ONCE, device))
     model, more = choose_trained(model, new, options)
     if options.new_lr is not None and not new_parameters(model, new):
         more.append("Note: --new-lr has no effect, as every trained weight is pre-trained")
@@ -100,26 +91,19 @@ def prepare(options: Namespace) -> Prepared:
     units = len(encoded) if groups is None else len(set(groups))
     plan = preflight.make_plan(options, units)
     fused = _fused(options, model, collate([encoded[0]]), device) if options.fused_loss else None
-    loss = loss_of(model, options.task) if fused is None else fused_loss_of(model, fused)
-    if options.task == "preference":
-        loss = preference_loss_of(model, options.beta)
     low, high = options.label_range or (-1.0, 1.0)
     evaluation = None if held_out is None else Evaluation(
         held_out, collate, options.task, _EVALUATED_AT_ONCE, fused, data.names, (high - low) / 2
     )  # fmt: skip
-    per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
-        model=model, loss=loss, data=encoded, collate=collate, plan=plan,
-        folder=options.out,
-        evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
+        model=model, losses=losses_of(model, options.task, options.beta, fused), data=encoded, collate=collate,
+        plan=plan, out=options.out, length=encoded.length, groups=groups, group_by=options.group_by,
+        evaluate=evaluation, new=new_parameters(model, new),
         fingerprint={"data (training records)": data.train.digest, "tokens": encoded.digest()},
-        group_by=groups, length=encoded.length, new=new_parameters(model, new),
-        graphed=graphed_of(model, options.task, encoded, collate) if options.graphed else None,
     )  # fmt: skip
-    if job.graphed is not None and started()[1] > 1:
-        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
-    if job.graphed is not None:
-        check_graphed(job, device)
+    if options.graphed:
+        job.graphed = graphed_of(options.task, encoded, collate)
+        _check_graphed(job)
     sections = [
         ("model", _model_lines(options, model, [*notes, *more])),
         ("data", _data_lines(options, data, encoded, held_out, most, units)),
@@ -127,10 +111,30 @@ def prepare(options: Namespace) -> Prepared:
     ]
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
     ready.replaced = any(RELOAD in note for note in notes)
-    ready.revision = getattr(settings, "_commit_hash", None)
+    ready.revision = getattr(model.config, "_commit_hash", None)
     ready.tolerance = 5e-2 if options.dtype == "bfloat16" else 1e-4  # fastdp.verify's own
     _measure(ready)
     return ready
+
+
+def _encoded(options: Namespace, data: Data, model: nn.Module, tokenizer: Any) -> tuple[Any, Any, Any, int]:
+    """(records to train on, held-out records or None, what collates them, the largest number of tokens)."""
+    settings: Any = model.config
+    if options.task == "images":
+        held_out = None if data.held_out is None else Images(data.held_out, tokenizer)
+        return Images(data.train, tokenizer), held_out, transformers().default_data_collator, 0
+    if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = tokenizer.pad_token_id
+    if options.label_range:  # who loads the model must know what 1 stands for
+        settings.label_range = list(options.label_range)
+    most = longest(model, tokenizer, options.task, options.max_length)
+    multiple = multiple_of(most) if options.graphed else None
+    most -= most % multiple if multiple and most > multiple else 0  # no batch may be wider than the model takes
+    train, other = (
+        None if records is None else encode(records, tokenizer, model, options.task, most)
+        for records in (data.train, data.held_out)
+    )
+    return train, other, Collate(tokenizer, model, options.task, multiple), most
 
 
 def settle(options: Namespace) -> None:
@@ -160,17 +164,6 @@ def settle(options: Namespace) -> None:
         raise FinetuneError(f"--beta goes with --task preference, not with --task {options.task}")
 
 
-def _start(model: nn.Module, task: str) -> int | None:
-    """The token that a target begins with. Raises FinetuneError where the model names none."""
-    if task != "seq2seq":
-        return None
-    settings: Any = model.config
-    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-        if (found := getattr(settings, name, None)) is not None:
-            return int(found)
-    raise FinetuneError("the model's config.json names no decoder_start_token_id, with which a target begins")
-
-
 def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:
     """The head and the loss as one function, checked. Raises FinetuneError."""
     if options.task != "lm" or options.graphed:
@@ -185,6 +178,16 @@ def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor],
     finally:
         model.train(training)
     return found
+
+
+def _check_graphed(job: Job) -> None:
+    """Raises FinetuneError if the steps of a job cannot be replayed."""
+    if started()[1] > 1:
+        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
+    if job.groups is not None:
+        raise FinetuneError("--graphed replays batches of records, and --group-by protects persons: leave one out")
+    if job.device.type != "cpu":
+        raise FinetuneError(f"--graphed replays on the CPU only, and the model is on {job.device}: leave it out")
 
 
 def _measure(ready: Prepared) -> None:

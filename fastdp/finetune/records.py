@@ -10,8 +10,8 @@ from typing import Any
 
 from ..utils.formatting import listed
 from .columns import Columns, choose
-from .job import FinetuneError
 from .labels import class_name, label_names, label_set, missing, number, of_characters, words_of, yes
+from .plan import FinetuneError
 from .tables import Bad, Table, read_table, refuse_bad
 from .tasks import TASKS
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..utils.formatting import listed, nearest
-from .job import FinetuneError
+from .plan import FinetuneError
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt", "conll")
 _BY_SUFFIX = {

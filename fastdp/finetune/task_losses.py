@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,40 +10,34 @@ from torch import Tensor, nn
 
 from ..losses import IGNORE, causal_lm_loss, classification_loss, token_loss
 from ..losses.language_model_head import FusedHead
-from .encode import Collate, Encoded, accepted, inputs_of, logits_of
-from .job import FinetuneError, Graphed
+from .encode import Collate, Encoded, inputs_of, logits_of
+from .plan import FinetuneError, Graphed, Losses
 from .tasks import one_answer
 
-Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 _REPLAYED = ("classify", "multi-label", "regression", "tokens", "lm")  # whose batches have one width
 
 
-def _own(task: str) -> Callable[..., Tensor]:
-    """(logits, labels) -> the loss."""
-    return classification_loss if one_answer(task) else causal_lm_loss if task == "lm" else token_loss
+def losses_of(model: nn.Module, task: str, beta: float, fused: FusedHead | None) -> Losses:
+    """losses(model, batch) -> [B]. fused: of a language model whose logits are not stored."""
+    logits = logits_of(model)
+    own: Any = classification_loss if one_answer(task) else causal_lm_loss if task == "lm" else token_loss
+
+    def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if fused is not None:
+            return fused.losses(model, inputs_of(model, batch), batch["labels"])
+        if task == "preference":  # -log sigmoid(beta * margin): Rafailov et al. 2023
+            return F.softplus(-beta * margins(model, batch, logits))
+        found = own(logits(model, batch), batch["labels"], reduction="none")
+        return found  # type: ignore[no-any-return]
+
+    return losses
 
 
-def loss_of(model: nn.Module, task: str) -> Loss:
-    """loss(model, batch) -> the mean over records of their own losses, none of which another record changes."""
-    logits, own = logits_of(model), _own(task)
-    return lambda model, batch: own(logits(model, batch), batch["labels"])
-
-
-def fused_loss_of(model: nn.Module, fused: FusedHead) -> Loss:
-    """The same of a language model whose logits are not stored."""
-    takes = accepted(model)
-    return lambda model, batch: fused.losses(model, inputs_of(model, batch, takes), batch["labels"]).mean()
-
-
-def graphed_of(model: nn.Module, task: str, data: Encoded, collate: Collate) -> Graphed:
+def graphed_of(task: str, data: Encoded, collate: Collate) -> Graphed:
     """What replayed steps of these records need. Raises FinetuneError."""
     if task not in _REPLAYED:
         raise FinetuneError(f"--graphed does not go with --task {task}: leave it out")
-    logits, own = logits_of(model), _own(task)
     width_of = [collate.width(data.length(i)) for i in range(len(data))]
-
-    def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return own(logits(model, batch), batch["labels"], reduction="none")
 
     def example(batch: dict[str, Tensor], size: int) -> dict[str, Tensor] | None:
         width = batch["input_ids"].size(1)
@@ -56,7 +49,7 @@ def graphed_of(model: nn.Module, task: str, data: Encoded, collate: Collate) -> 
         chosen = [fitting[k * (len(fitting) - 1) // (count - 1)] for k in range(count)]
         return collate([data[i] for i in [longest[-1], *chosen[:-1]]])
 
-    return Graphed(losses, example)
+    return Graphed(example)
 
 
 # ---------------------------------------------------------------------- preference
@@ -82,15 +75,6 @@ def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     each = F.cross_entropy(wide[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=IGNORE, reduction="none")
     return -each.sum(1)
-
-
-def preference_loss_of(model: nn.Module, beta: float) -> Loss:
-    """Direct preference optimisation (Rafailov et al. 2023): -log sigmoid(beta * margin), the mean over records.
-
-    Each record is compared with its own reference; nothing of another record is in it.
-    """
-    logits = logits_of(model)
-    return lambda model, batch: F.softplus(-beta * margins(model, batch, logits)).mean()
 
 
 def reference_of(model: nn.Module, data: Encoded, collate: Collate, rows: int, device: torch.device) -> Tensor:

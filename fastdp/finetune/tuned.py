@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from ..accounting import History
 from ..utils.formatting import nearest
-from .job import FinetuneError
 from .options import add_options
+from .plan import FinetuneError
 from .prepare import prepare
 from .tasks import LOWER, headline
 

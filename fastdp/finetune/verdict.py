@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ..utils.formatting import count
 from .figures import Simple
-from .job import Plan
+from .plan import Plan
 from .tasks import LOWER, headline
 
 _SHARES = ("accuracy", "reward_accuracy")  # a share of so many records: one standard error is no progress

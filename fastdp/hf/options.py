@@ -37,6 +37,8 @@ class PrivacyArguments:
         verify: whether to check the model and the loss on a few records before training.
         noise_seed: makes sampling and noise repeatable, for experiments. It voids the guarantee.
         count_lost_steps: after a resume, whether to count the steps that were made after the checkpoint.
+        repeat_lost_steps: whether a killed run repeats the steps since its last checkpoint bit for bit, at no cost. Its
+            keys are kept until it is over in `<output_dir>.secret.key`: whoever has them can take the noise off.
         log_clipped_share: whether to log the share of clipped samples, which the guarantee does not cover.
 
     Raises:
@@ -104,6 +106,10 @@ class PrivacyArguments:
     count_lost_steps: bool = field(
         default=True,
         metadata={"help": "After a resume, also count the steps made after the checkpoint; others may have seen them."},
+    )
+    repeat_lost_steps: bool = field(
+        default=False,
+        metadata={"help": "Keep the run's keys beside output_dir, to repeat lost steps exactly after a resume."},
     )
     log_clipped_share: bool = field(
         default=False, metadata={"help": "Log the share of clipped samples; the guarantee does not cover it."}

@@ -109,7 +109,8 @@ class Spending:
         after = ledger.read(Path(checkpoint).parent)
         for found in filter(None, (spent, after)):
             self._refuse_other_neighbours(found.options.get("neighbours"), f"the run of {checkpoint}")
-        repeated = self.privacy.noise_seed is not None  # the very same steps will be made again
+        # the very same steps will be made again, or the log of the run counts them
+        repeated = self.privacy.noise_seed is not None or self.privacy.repeat_lost_steps
         if after is None:
             logger.warning(f"no {ledger.NAME} beside {checkpoint}: steps made after it, if any, are not counted")
         elif not ledger.continues(after.history, spent.history):
@@ -187,6 +188,14 @@ class Spending:
             ledger.write(self.args.output_dir, self._spent(), None)
         return self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
 
+    def before_step(self) -> None:
+        """Called when a step begins."""
+
+    def _is_over(self) -> bool:
+        """Whether the run has made its last step."""
+        spent = self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
+        return spent or self.state.global_step >= self.state.max_steps
+
     def _options(self) -> dict[str, Any]:
         named = self.privacy.engine_options()
         clipping = named["clipping"]
@@ -226,10 +235,17 @@ class Spending:
 
 
 class Watch(transformers.TrainerCallback):
-    """After every noised step: note it in privacy.json, and stop where the budget is spent."""
+    """Seeds each noised step, notes it in privacy.json, and stops where the budget is spent."""
 
-    def __init__(self, trainer: Spending) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.privacy.repeat_lost_steps and state.global_step == 0:
+            self.trainer._save_checkpoint(kwargs["model"], None)  # to repeat the first steps from
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.before_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.after_step() and not control.should_training_stop:

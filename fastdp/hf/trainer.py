@@ -25,13 +25,14 @@ from .examination import Examination
 from .losses import reduced, size_of, without_labels
 from .options import PrivacyArguments
 from .parts import InParts
+from .repeating import Repeating, Unrepeatable
 from .spending import Watch, logger
 
 if TYPE_CHECKING:
     from ..optim.graphed_shapes import GraphedShapes
 
 
-class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
+class DPTrainer(Combining, InParts, Repeating, Examination, FusedEvaluation):
     """A `transformers.Trainer` that trains with differential privacy.
 
     Batches are Poisson samples of train_dataset, cut into physical batches of per_device_train_batch_size. The loss is
@@ -99,20 +100,29 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
             self.delta()
         if self._history:
             self._refuse_other_neighbours(self._counted, "this trainer's first training")
+        resume = bool(resume_from_checkpoint)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
+            # a run with a log saves one before its first step
+            if resume_from_checkpoint is None and not (self.privacy.repeat_lost_steps and self._log_place().exists()):
                 raise ValueError(f"no checkpoint in {self.args.output_dir}")
         self._resumed = self._spent_before(str(resume_from_checkpoint)) if resume_from_checkpoint else None
         self._forget_optimizer()
         if self.privacy.noise_seed is not None:
             warnings.warn("noise_seed is for experiments: it voids the guarantee of the epsilon stated", stacklevel=2)
-        self._training, self._complete, self._loss_sum = True, False, None
+        self._training, self._complete, self._loss_sum, over = True, False, None, False
+        self._open_log(resume)
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            found = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            over = self._is_over()
+            return found
+        except Unrepeatable as problem:
+            self._cannot_repeat(problem)
         finally:
             self._leave()
+            self._close_log(over)
             self._training = self.is_in_train = False
+        return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _forget_optimizer(self) -> None:
         """A second training makes a new optimizer: that of the first is tied to its run."""
@@ -238,6 +248,9 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
             source.loader.load_state_dict(self._resumed.loader)
         else:
             run.ledger.begin([*self._taken_over, *self._history])  # of an earlier training of the same model
+        self._take_up()
+        if (logged := self._logged_history()) is not None:
+            run.ledger.begin([*self._taken_over, *logged])
         run.ledger.warn(stacklevel=2)  # of steps of a trainer or optimizer that is detached by now
         self._place = source.loader.state_dict()
         self._plan(max_steps)
@@ -372,7 +385,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The model, and privacy.json beside it."""
         super()._save(output_dir, state_dict)
-        if self.history and self.args.should_save:
+        if (self.history or self._run_log is not None) and self.args.should_save:
             folder = output_dir if output_dir is not None else self.args.output_dir
             ledger.write(folder, self._spent(), self.epsilon())
 

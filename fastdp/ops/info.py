@@ -29,7 +29,8 @@ def report() -> str:
     ]
     hf = ("transformers", "accelerate", "peft")
     extras = {
-        "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": hf, "finetune": (*hf, "matplotlib", "pyarrow"),
+        "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": hf,
+        "finetune": (*hf, "datasets", "matplotlib", "pyarrow", "tqdm"),
         "trl": (*hf, "trl"), "sentences": (*hf, "sentence_transformers", "datasets"),
     }  # fmt: skip
     for extra, modules in extras.items():

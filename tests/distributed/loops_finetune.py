@@ -1,9 +1,10 @@
-"""The loop of `python -m fastdp finetune` on one process or two, and what its command says where one refuses."""
+"""`python -m fastdp finetune` on one process or two, and what it says if one refuses."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -12,38 +13,61 @@ import torch.distributed as dist
 
 from fastdp.__main__ import parsed
 from fastdp.errors import FastDPError
-from fastdp.finetune import command
-from fastdp.finetune.job import FinetuneError
-from fastdp.finetune.training import run
+from fastdp.finetune import batch_size, command
+from fastdp.finetune.plan import FinetuneError
+from fastdp.finetune.prepare import prepare
+from fastdp.finetune.progress import Progress
 
-from ..finetune.finetune_runs import job_of, plan_of
-from .parts import found, shared_folder
+from ..finetune.finetune_models import classifier, reviews
+from .parts import found, no_accelerator, shared_folder
 
 
-def _job(world: int, folder: Any = None, **changes: Any) -> Any:
-    job = job_of(folder or shared_folder(world) / "run", plan=plan_of(accountant="rdp", **changes))
-    job.model.drop.p = 0.0  # processes draw masks of their own
-    return job
+def _job(rank: int, world: int, folder: Any = None, *more: str) -> Any:
+    folder = folder or shared_folder(world)
+    if rank == 0 and not (folder / "model").exists():
+        (folder / "model").mkdir()
+        classifier(folder / "model", dropout=0.0)  # processes draw masks of their own
+        reviews(folder / "reviews.csv")
+    if world > 1:
+        dist.barrier()
+        os.environ["LOCAL_RANK"] = str(rank)  # as torchrun sets it
+    no_accelerator()
+    words = ["finetune", str(folder / "model"), str(folder / "reviews.csv"), "--task", "classify", "--epsilon", "8"]
+    words += ["--eval-fraction", "0", "--batch-size", "8", "--epochs", "1.6", "--accountant", "rdp", "--device", "cpu"]
+    options = parsed([*words, "--max-physical-batch-size", "5", "--out", str(folder / "out"), *more])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastdp.finetune.prepare.fit", lambda job: batch_size.Fit(5, 1.0, 1.0, 1, "given"))
+        ready = prepare(options)
+    ready.job.out.mkdir(exist_ok=True)
+    return folder, ready.job
+
+
+def _progress(job: Any, resume: bool = False) -> Progress:
+    return Progress(job.out, 8.0, resume)
 
 
 def finetune(rank: int, world: int) -> Any:
-    job, losses = _job(world), []
-    job.log = lambda kind, values: losses.append({"loss": values["loss"]}) if kind == "step" else None
-    outcome = run(job)
-    assert outcome.status == "finished" and (job.folder / "journal.jsonl").exists()
-    return *found(job.model, [outcome.steps, outcome.lost_steps], outcome.epsilon), losses
+    from fastdp.finetune.run import run
+
+    _, job = _job(rank, world, None, "--seed", "7")
+    outcome = run(job, False, _progress(job))
+    assert outcome.status == "finished" and (job.out / "journal.jsonl").exists()
+    return found(job.model, [outcome.steps, outcome.lost_steps], outcome.epsilon)
 
 
 def finetune_resumed(rank: int, world: int) -> None:
     """A process that fails ends the run of all; taken up, it counts the steps that are lost, with new keys."""
-    job = _job(world, seed=None)
-    job.log = _fails_at(7) if rank else None
-    with pytest.raises(FastDPError, match="spoilt"):
-        run(job)
+    from fastdp.finetune import run
+
+    folder, job = _job(rank, world, None, "--checkpoint-every", "3")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FastDPError, match="spoilt"):
+        if rank:
+            patch.setattr(run.Between, "on_step_begin", _fails_at(5))
+        run.run(job, False, _progress(job))
     dist.barrier()
-    again = _job(world, folder=job.folder, seed=None)
-    outcome = run(again, resume=True)
-    assert outcome.steps == 12 and 3 <= outcome.lost_steps <= 4  # the checkpoint is that of step 4
+    _, again = _job(rank, world, folder, "--checkpoint-every", "3")
+    outcome = run.run(again, True, _progress(again, True))
+    assert outcome.steps + outcome.lost_steps == 8 and outcome.lost_steps == 2  # the checkpoint is that of step 3
     told = found(again.model, [outcome.steps, outcome.lost_steps], outcome.epsilon)
     everywhere: list[Any] = [None] * world
     dist.all_gather_object(everywhere, told)
@@ -51,24 +75,25 @@ def finetune_resumed(rank: int, world: int) -> None:
 
 
 def _fails_at(step: int) -> Any:
-    def log(kind: str, values: dict[str, Any]) -> None:
-        if kind == "step" and values["step"] == step:
+    def on_step_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun = 0.0
+        if state.global_step == step:
             raise FinetuneError("the run is spoilt")
 
-    return log
+    return on_step_begin
 
 
 def finetune_refused(rank: int, world: int) -> None:
     """What one process finds out before the first step, the first one says, and all end with exit code 1."""
 
-    def prepare(options: Namespace) -> Any:
+    def refuse(options: Namespace) -> Any:
         if rank:
             raise FinetuneError("the data is not here")
-        return Namespace(plan=plan_of(), job=Namespace(fingerprint={}))
+        return Namespace(plan=Namespace(fixed=dict), job=Namespace(fingerprint={}))
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(command, "prepare", prepare)
+        patch.setattr(command, "prepare", refuse)
         patch.setenv("RANK", str(rank))
         patch.setenv("WORLD_SIZE", str(world))  # which Lightning, in the cases before, has deleted
         words = ["finetune", "gpt2", "none.csv", "--task", "lm", "--epsilon", "1", "--device", "cpu"]

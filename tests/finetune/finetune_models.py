@@ -29,13 +29,13 @@ def tokenizer_of(folder, pad=True, eos=True, words=WORDS):
     return found
 
 
-def classifier(folder, labels=None, **more):
+def classifier(folder, labels=None, dropout=0.1, **more):
     """A BERT of two layers: the body alone, or (labels) a classifier of them."""
     tokenizer_of(folder, **more)
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=32,
+        max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     if labels is None:
         transformers.BertModel(config).save_pretrained(folder)

@@ -212,13 +212,13 @@ def test_budgets_that_cannot_be(tmp_path, model, data, capsys):
 
 
 def test_a_model_that_mixes_samples_is_refused(tmp_path, model, data, capsys, monkeypatch):
-    made = command_module.prepare.__globals__["loss_of"]
+    made = command_module.prepare.__globals__["losses_of"]
 
-    def coupled(model, task):
-        loss = made(model, task)
-        return lambda m, batch: loss(m, batch) * (1 + batch["labels"].float().mean())
+    def coupled(*arguments):
+        losses = made(*arguments)
+        return lambda m, batch: losses(m, batch) * (1 + batch["labels"].float().mean())
 
-    monkeypatch.setitem(command_module.prepare.__globals__, "loss_of", coupled)
+    monkeypatch.setitem(command_module.prepare.__globals__, "losses_of", coupled)
     said = refused(capsys, model, data, "--task", "classify", "--out", tmp_path / "out", *QUICK)
     assert "cannot be trained privately" in said and not (tmp_path / "out").exists()
 

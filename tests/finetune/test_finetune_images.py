@@ -10,7 +10,7 @@ import torch
 import fastdp
 from fastdp.finetune import command as command_module
 from fastdp.finetune import images
-from fastdp.finetune.job import FinetuneError
+from fastdp.finetune.plan import FinetuneError
 
 from .finetune_models import card_of, command, options_of, seer, transformers
 from .test_finetune_command import QUICK, refused

@@ -25,7 +25,7 @@ def words(tmp_path):
 @pytest.fixture
 def at_step(monkeypatch):
     """at_step(2, action): do something when a step's line is drawn."""
-    made = progress.Progress._step
+    made = progress.Progress.step
 
     def set_up(number, action):
         def step(self, values):
@@ -33,7 +33,7 @@ def at_step(monkeypatch):
             if values["step"] == number:
                 action()
 
-        monkeypatch.setattr(progress.Progress, "_step", step)
+        monkeypatch.setattr(progress.Progress, "step", step)
 
     return set_up
 

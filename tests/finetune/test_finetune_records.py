@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdp.finetune.job import FinetuneError
+from fastdp.finetune.plan import FinetuneError
 from fastdp.finetune.records import load_data
 
 from .finetune_models import options_of, reviews, texts

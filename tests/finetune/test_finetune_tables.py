@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from fastdp.finetune.job import FinetuneError
 from fastdp.finetune.labels import class_name
+from fastdp.finetune.plan import FinetuneError
 from fastdp.finetune.records import load_data
 from fastdp.finetune.tables import read_table
 

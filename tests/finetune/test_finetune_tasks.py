@@ -9,9 +9,9 @@ import torch
 
 from fastdp.finetune import figures
 from fastdp.finetune.encode import Collate, Encoded, encode
-from fastdp.finetune.job import FinetuneError
+from fastdp.finetune.plan import FinetuneError
 from fastdp.finetune.records import load_data
-from fastdp.finetune.task_losses import answer_scores, preference_loss_of, reference_of
+from fastdp.finetune.task_losses import answer_scores, losses_of, reference_of
 
 from .finetune_models import (
     card_of,
@@ -85,21 +85,21 @@ def test_a_run_of_each_task(tmp_path, capsys, task):
 
 @pytest.mark.parametrize("task", ["preference", "seq2seq"])
 def test_a_run_that_is_resumed_is_the_one_that_would_have_been(tmp_path, task, monkeypatch):
-    from fastdp.finetune.run_state import Standing
+    from fastdp.finetune.run import Trainer
 
     model, data, weights = model_for(tmp_path / "m", task), table_of(tmp_path / "d.jsonl", task), []
     words = ("--task", task, "--seed", 1, "--checkpoint-every", 1, *QUICK[2:], "--epochs", 1, "--out")
     assert command(model, data, *words, tmp_path / "whole") == 0
-    saved = Standing._save
+    saved = Trainer._save_checkpoint
 
-    def full(self, needed):
-        saved(self, needed)
-        if self.step == 2:
+    def full(self, *arguments):
+        saved(self, *arguments)
+        if self.state.global_step == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Standing, "_save", full)
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
     assert command(model, data, *words, tmp_path / "part") == 130
-    monkeypatch.setattr(Standing, "_save", saved)
+    monkeypatch.setattr(Trainer, "_save_checkpoint", saved)
     assert command(model, data, *words, tmp_path / "part", "--resume") == 0
     for name in ("whole", "part"):
         weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
@@ -229,29 +229,27 @@ def test_the_loss_of_a_preference_is_dpos(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(language_model(tmp_path / "m")).eval()
     data = load(table_of(tmp_path / "d.jsonl", "preference"), "preference")
     encoded = encode(data.train, tokenizer, model, "preference", 12)
-    collate = Collate(int(tokenizer.pad_token_id))
-    encoded.reference = reference_of(model, encoded, collate, 7, torch.device("cpu"))
+    collate = Collate(tokenizer, model, "preference")
+    encoded.add_reference(reference_of(model, encoded, collate, 7, torch.device("cpu")))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
         batch = collate([encoded[i] for i in range(6)])
-        found = preference_loss_of(model, 0.3)(model, batch)
+        found = losses_of(model, "preference", 0.3, None)(model, batch).mean()
         each = []
         for i in range(6):
-            prompt, rejected = encoded.labels[i]
-            chosen = encoded[i]["input_ids"].tolist()
+            prompt, chosen, rejected = (encoded[i][name] for name in ("prompt", "input_ids", "rejected_ids"))
             assert len(chosen) <= 12 and chosen[:prompt] == rejected[:prompt]
             sums = []
             for row in (chosen, rejected):
                 logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
                 sums.append(sum(logs[t - 1, row[t]] for t in range(prompt, len(row))))
-            before = encoded.reference[i]
+            before = encoded[i]["reference"]
             each.append(-torch.nn.functional.logsigmoid(0.3 * ((sums[0] - sums[1]) - (before[0] - before[1]))))
     assert float(found) == pytest.approx(float(sum(each)) / 6, rel=1e-5)
     torch.testing.assert_close(
         answer_scores(model, batch, lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"]).logits)[0],
-        torch.stack([sums_of(model, encoded[0]["input_ids"].tolist(), encoded.labels[0][0]),
-                     sums_of(model, encoded.labels[0][1], encoded.labels[0][0])]),
+        torch.stack([sums_of(model, encoded[0][side], encoded[0]["prompt"]) for side in ("input_ids", "rejected_ids")]),
         rtol=1e-4, atol=1e-5,
     )  # fmt: skip
 
@@ -262,14 +260,26 @@ def sums_of(model, row, prompt):
     return sum(logs[t - 1, row[t]] for t in range(prompt, len(row)))
 
 
-def test_targets_are_shifted_and_padding_is_left_out():
-    collate = Collate(1, start=9)
-    data = Encoded([[5, 6], [7]], None, [[3, 4, 2], [8, 2]], 0, "target")
-    batch = collate([data[0], data[1]])
+def test_targets_are_shifted_and_padding_is_left_out(tmp_path):
+    tokenizer, model = tokenizer_of(tmp_path / "t"), transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
+                              decoder_start_token_id=9, pad_token_id=1)
+    )  # fmt: skip
+    data = Encoded({"input_ids": [[5, 6], [7]], "targets": [[3, 4, 2], [8, 2]]}, 0)
+    batch = Collate(tokenizer, model, "seq2seq")([data[0], data[1]])
     assert batch["labels"].tolist() == [[3, 4, 2], [8, 2, -100]]
-    assert batch["decoder_input_ids"].tolist() == [[9, 3, 4], [9, 8, 1]]
-    assert [data.length(i) for i in (0, 1)] == [5, 3]
-    assert data.by_length().labels == [[8, 2], [3, 4, 2]]
+    assert batch["decoder_input_ids"].tolist() == [[9, 3, 4], [9, 8, 2]]
+    assert [data.length(i) for i in (0, 1)] == [5, 3] and data.by_length()[0]["targets"] == [8, 2]
+
+
+def test_padding_is_on_the_right_and_to_few_widths(tmp_path):
+    """Whatever side the tokenizer pads on; an end of text that also pads stays a label."""
+    tokenizer = tokenizer_of(tmp_path / "t", pad=False)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    batch = Collate(tokenizer, None, "lm", 4)([{"input_ids": [5, 6, 1]}, {"input_ids": [7]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 1, 1], [7, 1, 1, 1]] and tokenizer.padding_side == "left"
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[5, 6, 1, -100], [7, -100, -100, -100]]
 
 
 def test_the_first_token_of_a_word_has_its_tag(tmp_path):
@@ -277,7 +287,7 @@ def test_the_first_token_of_a_word_has_its_tag(tmp_path):
     model = transformers.AutoModel.from_pretrained(classifier(tmp_path / "m"))
     path = written(tmp_path / "a.csv", "words,tags\nfilm. good,B O\nbad,O\n")  # "film." is two tokens
     encoded = encode(load(path, "tokens").train, tokenizer, model, "tokens", 16)
-    assert encoded[0]["tags"] == [0, -100, 1] and len(encoded[0]["input_ids"]) == 3
+    assert encoded[0]["labels"] == [0, -100, 1] and len(encoded[0]["input_ids"]) == 3
 
 
 def added(measure, *batches):
@@ -317,12 +327,12 @@ def test_figures():
 
 def test_what_greedy_generation_writes_is_what_exact_match_counts(tmp_path):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(writer(tmp_path / "t5")).eval()
-    collate, source = Collate(1, start=1), [3, 4, 5]
+    collate, source = Collate(tokenizer_of(tmp_path / "t"), model, "seq2seq"), [3, 4, 5]
     with torch.no_grad():
         target = model.generate(torch.tensor([source]), max_new_tokens=6, do_sample=False)[0].tolist()[1:]
         measure = figures.Written(shifted=False)
         for wanted in (target, [*target[:-1], (target[-1] + 1) % 20]):
-            batch = collate([Encoded([source], None, [wanted], 0, "target")[0]])
+            batch = collate([{"input_ids": source, "targets": wanted}])
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             measure.add(model(**inputs).logits, batch)
     assert measure.result()["exact_match"] == 0.5

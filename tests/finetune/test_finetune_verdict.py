@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdp.finetune.figures import Simple
-from fastdp.finetune.job import Plan
+from fastdp.finetune.plan import Plan
 from fastdp.finetune.plots import in_text
 from fastdp.finetune.verdict import next_tries, nothing_learnt
 
@@ -34,7 +34,7 @@ def test_what_counts_as_learnt(task, figures, simple, learnt):
 
 def tries(*words, share=1.0, units=1000, **changes):
     plan = Plan(**{"noise_multiplier": 1.0, "sample_rate": 0.1, "expected_batch_size": 100, "steps": 30, "lr": 1e-3,
-                   "delta": 1e-5} | changes)  # fmt: skip
+                   "delta": 1e-5, "new_lr": 1e-3, "target_epsilon": 8.0} | changes)  # fmt: skip
     return [line.split(":")[0].split(",")[0] for line in
             next_tries(plan, options_of("m", "d", "--task", "lm", "--epsilon", 8, *words), units, share)]  # fmt: skip
 

@@ -12,13 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.accounting import delta_problem, noise_multiplier_for
-from fastdp.finetune.job import FinetuneError, Plan
 from fastdp.finetune.options import default_delta
+from fastdp.finetune.plan import FinetuneError
 from fastdp.finetune.preflight import make_plan
-from fastdp.finetune.training import run
 from fastdp.hf import PrivacyArguments
-
-from ..finetune.finetune_runs import RECORDS, job_of
 
 
 def options(**given) -> Namespace:
@@ -44,17 +41,6 @@ def test_a_plan_of_finetune_is_refused():
     make_plan(options(delta=0.015), 50)
     with pytest.raises(FinetuneError, match=r"not below 1/50: publishing a random person"):  # 50 persons, more records
         make_plan(options(delta=0.03, group_by="author"), 50)
-
-
-def test_a_plan_written_by_hand_and_its_run_are_refused(tmp_path):
-    given = dict(noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=10, steps=20, lr=0.1)
-    assert Plan(**given, delta=0.009).samples == 100
-    with pytest.raises(FinetuneError, match="not below 1/100"):
-        Plan(**given, delta=0.01)
-    Plan(**{**given, "noise_multiplier": 0.0}, delta=0.5)  # without privacy it says nothing
-    fewer = RECORDS / 4 - 0.4  # the plan's own numbers are rounded; the loader's count
-    with pytest.raises(FinetuneError, match=f"not below 1/{RECORDS}:"):
-        run(job_of(tmp_path / "run", expected_batch_size=fewer, delta=1 / RECORDS))
 
 
 def test_dptrainers_refusal_is_the_same():
