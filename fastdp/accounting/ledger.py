@@ -56,11 +56,9 @@ class Ledger:
     all: ClassVar[weakref.WeakSet[Ledger]] = weakref.WeakSet()  # those of this process
 
     def __init__(self) -> None:
-        self.history: History = []
-        self.lost: History = []  # steps that were made, and are in no history that was loaded since
         self._name, self._made = secrets.token_hex(8), 0  # of the optimizer, and the steps it has made so far
         self._runs: Runs = []  # of the history
-        self._lost: Runs = []
+        self._lost: Runs = []  # steps that were made, and are in no history that was loaded since
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._beside: weakref.WeakSet[_Place] = weakref.WeakSet()  # of those that others may have trained
         self._file: File | None = None
@@ -76,12 +74,12 @@ class Ledger:
         for parameter in parameters:
             place = _place_of(parameter)
             self._parameters.add(place)
-            if self.history:
+            if self._runs:
                 place.ledgers.setdefault(self._name, self)
 
     def begin(self, history: History) -> None:
         """These steps were made before, whoever made them; of this optimizer there is none yet."""
-        self.history, self._runs = list(history), _unsaid(history)
+        self._runs = _unsaid(history)
         self._note()
 
     def write_to(self, file: File) -> None:
@@ -91,7 +89,7 @@ class Ledger:
 
     def count(self, runs: Runs) -> None:
         """These steps were made before. Those that a loaded history holds count once."""
-        self.written, self._lost, self.lost = runs, list(runs), _merged(runs)
+        self.written, self._lost = runs, list(runs)
 
     def write_ahead(self, noise_multiplier: float, sample_rate: float | None, truncation: float) -> None:
         """A step is about to be made. Raises StepError if it cannot be written: then it must not be."""
@@ -147,8 +145,7 @@ class Ledger:
             )
 
         def take_up() -> None:
-            self._lost, self.lost = all_lost, _merged(all_lost)
-            self.history, self._runs = list(history), runs
+            self._lost, self._runs = all_lost, runs
             self.written = [] if after else self.written
             self._note()
 
@@ -158,6 +155,21 @@ class Ledger:
     def makers(self) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
         """Which optimizer made each step of the history, and of those that are lost to it."""
         return [tuple(run) for run in self._runs], [tuple(run) for run in self._lost]
+
+    @property
+    def begun(self) -> bool:
+        """Whether the history has a step."""
+        return bool(self._runs)
+
+    @property
+    def history(self) -> History:
+        """The runs of the steps so far, those of a history that was loaded included."""
+        return _merged(self._runs)
+
+    @property
+    def lost(self) -> History:
+        """The runs of steps that were made, and are in no history that was loaded since."""
+        return _merged(self._lost)
 
     @property
     def spent(self) -> History:
@@ -221,7 +233,7 @@ class Ledger:
         self, noise_multiplier: float, sample_rate: float | None, truncation: float = 0.0, drawn: Sequence[Place] = ()
     ) -> list[Place]:
         """A step was made, on these draws. Returns those among them that had a step before."""
-        if not self.history:
+        if not self._runs:
             self._note()
             if self.written:
                 warnings.warn(
@@ -229,19 +241,11 @@ class Ledger:
                     "loaded: epsilon() counts them with those of this run",
                     stacklevel=5,
                 )
-        kind = noise_multiplier, sample_rate, truncation
-        if self.history and kind_of(self.history[-1]) == kind:
-            self.history[-1] = entry(kind, self.history[-1][2] + 1)
-        else:
-            self.history.append(entry(kind, 1))
-        last = self._runs[-1] if self._runs else None
-        if last is not None and (self._name, self._made) == (last.maker, last.first + last.steps) and last.kind == kind:
-            self._runs[-1] = last._replace(steps=last.steps + 1)
-        else:
-            self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
+        run = Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation)
+        lengthen(self._runs, run)
         self._made += 1
         Ledger.made_by_all += 1
-        return [place for place in drawn if self.draws.add(place, kind)]
+        return [place for place in drawn if self.draws.add(place, run.kind)]
 
     def epsilon(self, delta: float, accountant: str = "prv", sample_rate: float | None = None) -> float:
         """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.
@@ -330,6 +334,15 @@ def _unsaid(history: History, first: int = 0) -> Runs:
 
 def _count(runs: Iterable[Run]) -> int:
     return sum(run.steps for run in runs)
+
+
+def lengthen(runs: Runs, run: Run) -> None:
+    """Append steps to runs: to the last one, if they go on from it."""
+    last = runs[-1] if runs else None
+    if last is not None and (last.maker, last.first + last.steps, last.kind) == (run.maker, run.first, run.kind):
+        runs[-1] = last._replace(steps=last.steps + run.steps)
+    else:
+        runs.append(run)
 
 
 def _merged(runs: Iterable[Run]) -> History:

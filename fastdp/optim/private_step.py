@@ -166,7 +166,7 @@ class Privacy:
         """Take the gradients of a backward: their clipped sums wait for the step."""
         stands_in, records = self.hand.stands_in, 0 if self.hand.stands_in else gradients.records
         if not stands_in:
-            self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
+            self.unit.take(gradients.people, begun=self.busy or self.ledger.begun)
         self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
@@ -344,7 +344,7 @@ class Privacy:
             self.world, shares, self._fresh, device, self._records, said, look
         )
         sums = self.sums.settled(sums | found)
-        if self.sample_rate is not None and not draws and not self.ledger.history:
+        if self.sample_rate is not None and not draws and not self.ledger.begun:
             self.rate_check.judge(self.sample_rate, records, self.expected_batch_size)
         return sums
 

@@ -96,7 +96,7 @@ def test_the_epsilon_is_of_persons() -> None:
         optimizer.zero_grad()
     assert optimizer.history == [(2.0, 1 / PERSONS, 3)] and optimizer.unit == "group"
     twin = fastdp.DPSGD(nn.Linear(1, 1), lr=0.1, noise_multiplier=2.0)
-    twin._privacy.ledger.history = [(2.0, 0.25, 3)]
+    twin._privacy.ledger.begin([(2.0, 0.25, 3)])
     assert optimizer.epsilon(1e-5) == twin.epsilon(1e-5)
     assert "each of 4 groups of 12 records (at most 5 each a step) with probability 0.25" in repr(loader)
     assert "12 records with probability" in repr(fastdp.poisson_loader(table(), sample_rate=0.5))
