@@ -34,7 +34,7 @@ class _Constructed(PrivateOptimizer):
     """An optimizer that is made from a model: DPSGD(model, lr=..., noise_multiplier=..., ...).
 
     The signatures of the classes say what there is, and nothing else: `declared` hands on what was given. That they say
-    the same as `privatize` and torch's classes, defaults included, is tested (tests/training/test_options.py).
+    the same as `privatize` and torch's classes, defaults included, is tested (tests/optim/test_options.py).
     """
 
     _kept_by: type[Privacy] = Privacy
