@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import AccountingError
 from . import History, check_options, epsilon_of, truncation_in
 from . import Run as Entry
-from .used_draws import Draws, Place
+from .used_draws import Place, UsedDraws
 
 _UNSAID = ""  # the maker of steps of a history that does not tell who made them
 
@@ -63,11 +63,11 @@ class Ledger:
         self._beside: weakref.WeakSet[_Place] = weakref.WeakSet()  # of those that others may have trained
         self._file: File | None = None
         self.written: Runs = []  # what the file held when it was opened
-        self.draws = Draws()  # of loaders, that steps of the history were made on
+        self.draws = UsedDraws()  # of loaders, that steps of the history were made on
         self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
         Ledger.all.add(self)
 
-    def enrol(self, parameters: Iterable[Tensor], model: nn.Module) -> None:
+    def register(self, parameters: Iterable[Tensor], model: nn.Module) -> None:
         """The steps are of these parameters of a model, whose other ones are released with them."""
         for each in model.parameters():
             self._beside.add(_place_of(each))

@@ -117,7 +117,7 @@ def open_ledger(ledger: Ledger, path: str | os.PathLike[str] | None, world: Worl
         ledger.write_to(LedgerFile(path))
 
 
-def share(ledger: Ledger, world: World) -> None:
+def share_ledger(ledger: Ledger, world: World) -> None:
     """What the file of the first process holds is counted by all, which have agreed that there is one."""
     said = json.dumps([tuple(run) for run in ledger.written]).encode()
     length = int.from_bytes(world.from_first(len(said).to_bytes(8, "little")), "little")

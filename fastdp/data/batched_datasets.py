@@ -16,7 +16,7 @@ from ..errors import StepError
 from .random_generators import RandomNumbers, kept_by
 
 
-class Given:
+class RecordBatch:
     """Records, of which some can be copied out in the form that collate_fn takes.
 
     items: a list of them, or what the dataset's __getitems__ gave: a batch whose tensors have a row for each record.

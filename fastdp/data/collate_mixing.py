@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
-from .batched_datasets import Given, parts_of
+from .batched_datasets import RecordBatch, parts_of
 from .random_generators import RandomNumbers, generators_of, kept_by
 
 Collate = Callable[[list[Any]], Any]
@@ -38,7 +38,7 @@ def refuse_mixing(collate: Collate, items: Any, views: int = 1, dataset: Any = N
     """
     if collate is torch.utils.data.default_collate:
         return
-    records = Given(items, dataset)
+    records = RecordBatch(items, dataset)
     if len(records) < 2 * views:
         return
     trial = _Trial(collate, records, views)
@@ -66,7 +66,7 @@ class Trials:
 
     def before(self, collate: Collate, items: Any, views: int = 1, dataset: Any = None) -> None:
         """Call this before each batch is made of the items: those of at least two samples count."""
-        if len(items if isinstance(items, list) else Given(items)) <= views:
+        if len(items if isinstance(items, list) else RecordBatch(items)) <= views:
             return
         self.calls += 1
         if self.calls & (self.calls - 1) == 0:
@@ -76,7 +76,7 @@ class Trials:
 class _Trial:
     """The rows that a collate_fn makes of the first records, and of others in the place of a sample's."""
 
-    def __init__(self, collate: Collate, records: Given, views: int) -> None:
+    def __init__(self, collate: Collate, records: RecordBatch, views: int) -> None:
         self.collate, self.records, self.views = collate, records, views
         self.count = min(FEW, len(records) // views) * views
         self.generators = generators_of(nn.Module(), collate) + kept_by(collate)

@@ -9,7 +9,7 @@ from ..batch_axis import current_batch
 from ..errors import StepError
 
 
-class Hand:
+class LoaderBatch:
     """Knows the loader of one optimizer, and when that was made."""
 
     def __init__(self) -> None:

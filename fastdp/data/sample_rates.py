@@ -27,7 +27,7 @@ class _Open(NamedTuple):
     uneven: str  # why some of its records are drawn more often than others
 
 
-class Rate:
+class RateCheck:
     """Warns, once, where a sample rate that was given is far below what the first batch shows. Where none was given,
     what it shows is kept for the rate that `epsilon` will be given.
 
@@ -49,7 +49,7 @@ class Rate:
         if self._looked:
             return
         self._looked = True
-        if self.judge(rate, batch, expected):
+        if self.check_size(rate, batch, expected):
             return
         found = [_open(each, batch) for each in _iterators() if getattr(each, "_num_yielded", 0)]
         chosen = [item for item in found if item.fits] or found
@@ -77,11 +77,11 @@ class Rate:
         if rate is not None and low:
             self._warn(rate, f"the first batch had {_share(*low[0])}", stacklevel=5)
 
-    def go_on_from(self, other: Rate) -> None:
+    def continue_from(self, other: RateCheck) -> None:
         """The steps of the optimizer that this one takes the place of are asked for with its own."""
         self._before, self.low = [*other._before, other._seen], self.low or other.low
 
-    def judge(self, rate: float | None, batch: int, expected: float | None) -> bool:
+    def check_size(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""
         if rate is None or expected is None or batch <= 2 * expected + 10:  # more than chance makes of it
             return False

@@ -31,7 +31,7 @@ def mark_of_key(key: int) -> str:
     return hashlib.sha256(f"fastdp {key}".encode()).hexdigest()[:16]
 
 
-class Missed:
+class SkippedBatches:
     """Batches that an optimizer should have stepped on, and did not."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +46,7 @@ class Missed:
         self.turns: list[bytearray] = []  # of passes that are over: 1 for each batch that had a step, 0 where another's
         self.stepped = Stepped()  # of batches that were taken out of the loader before
         self._evaluates = False  # whether it trains with the model in the mode of evaluation
-        self._loaders: weakref.WeakSet[Trainers] = weakref.WeakSet()
+        self._loaders: weakref.WeakSet[LoaderUsers] = weakref.WeakSet()
         self._before = 0  # chosen among, as a state that was loaded says
         self._told: tuple[int, ...] = (0,) * 5
 
@@ -61,7 +61,7 @@ class Missed:
         """Batches passed over where others were chosen for a step."""
         return self._before + self.stepped.passed_over + turns_passed_over(self.turns)
 
-    def train(self, known: Trainers) -> None:
+    def train(self, known: LoaderUsers) -> None:
         """A backward or step on a batch of a loader."""
         model = self._model()
         self._evaluates = model is not None and not model.training
@@ -139,12 +139,12 @@ class Missed:
         return take_up
 
 
-class Trainers(weakref.WeakSet[Missed]):
+class LoaderUsers(weakref.WeakSet[SkippedBatches]):
     """Of the optimizers that train, or have trained, on a loader."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gone: list[Missed] = []  # of those that were detached, what others must go on from
+        self.gone: list[SkippedBatches] = []  # of those that were detached, what others must go on from
         self.taken: deque[Taken] = deque(maxlen=4)  # the last passes in which nobody trained
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -154,14 +154,14 @@ class Trainers(weakref.WeakSet[Missed]):
         return self is other
 
 
-class Watch:
+class PassWatch:
     """One pass over a loader: who trains on it, and whether every batch is stepped on."""
 
-    def __init__(self, loader: int, known: Trainers, rate: float) -> None:
+    def __init__(self, loader: int, known: LoaderUsers, rate: float) -> None:
         self.loader, self._known, self._rate = loader, known, rate
         self._mark, self._first = "", (0, 0)
         # of each that trains on this pass, 1 or 0 for each batch: whether it stepped
-        self._trainers: weakref.WeakKeyDictionary[Missed, bytearray] = weakref.WeakKeyDictionary()
+        self._trainers: weakref.WeakKeyDictionary[SkippedBatches, bytearray] = weakref.WeakKeyDictionary()
         self._trained = self._closed = self._looked = False
         self._place = (0, 0)  # of the batch in hand
         self._handed = 0  # batches so far
@@ -173,7 +173,7 @@ class Watch:
         """The pass begins at this place."""
         self._mark, self._first = mark, place
 
-    def train(self, missed: Missed, taken: bool = False, final: bool = False) -> None:
+    def train(self, missed: SkippedBatches, taken: bool = False, final: bool = False) -> None:
         """A backward on the batch in hand, or a step (taken), which ends the logical batch (final)."""
         if missed not in self._trainers:
             missed.train(self._known)
@@ -268,5 +268,5 @@ class Watch:
         self._looked = self._looked or not torch.is_grad_enabled() or not trains
 
 
-def _living(found: Iterable[Missed]) -> list[Missed]:
+def _living(found: Iterable[SkippedBatches]) -> list[SkippedBatches]:
     return [missed for missed in found if not missed.over]

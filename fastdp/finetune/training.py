@@ -81,7 +81,7 @@ class _Loop(Standing):
 
     def run(self) -> Outcome:
         self._make()
-        self.privacy.witness = self._witness
+        self.privacy.release_hook = self._witness
         self._restore()
         self._account()
         self.allowed = self._allowed()

@@ -28,7 +28,7 @@ import torch
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import checkpoint, training
 from fastdp.optim import fused_update, private_optimizer
-from fastdp.optim.private_step import Privacy
+from fastdp.optim.private_step import PrivateStep
 
 from .finetune_runs import STEPS, job_of, plan_of, weights
 
@@ -97,7 +97,7 @@ class Events:
         os.replace, os.unlink = self.around("rename", os.replace), self.around("deletion", os.unlink)
         checkpoint._Hashed.write = into_file
         private_optimizer.fused.step = noised
-        Privacy.release = self.around("release", Privacy.release)
+        PrivateStep.release = self.around("release", PrivateStep.release)
 
 
 def attempt(folder: Path, seed: int | None, fatal: tuple[str, int] | None = None, seconds: float | None = None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastdp.ops import noise
 from fastdp.ops.noise import Noise, noise_
-from fastdp.optim.private_step import Privacy
+from fastdp.optim.private_step import PrivateStep
 
 from .noise_truth import KEY, SINGLE_ERROR, draw
 
@@ -144,7 +144,7 @@ def test_copies_and_forks_do_not_repeat_secret_noise(monkeypatch: pytest.MonkeyP
 
 def test_freezing_a_parameter_does_not_move_the_noise_of_others() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    privacy = Privacy(model, model.parameters(), noise_multiplier=1.0, expected_batch_size=5, seed=0)
+    privacy = PrivateStep(model, model.parameters(), noise_multiplier=1.0, expected_batch_size=5, seed=0)
 
     def ranges_of_a_step() -> list[tuple[int, int]]:
         model(torch.ones(5, 3)).sum(1).mean().backward()

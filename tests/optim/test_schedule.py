@@ -42,7 +42,7 @@ def test_the_optimizer_follows_and_the_accountant_counts():
     model, schedule = model_of(), Schedule(MIXED)
     optimizer = optimizer_of(model)
     stds, changes = [], []
-    optimizer._privacy.witness = lambda release: stds.append(release.std)
+    optimizer._privacy.release_hook = lambda release: stds.append(release.std)
     for _ in range(6):
         changes.append(schedule.apply(optimizer))
         step(optimizer, model)
