@@ -1,4 +1,4 @@
-"""What a DataLoader hands to collate_fn: a list of records, or a batch that the dataset made of many at once."""
+"""Records of a batch, copied for collate_fn; also of datasets that return whole batches (`__getitems__`)."""
 
 from __future__ import annotations
 

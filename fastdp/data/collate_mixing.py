@@ -1,4 +1,4 @@
-"""Finds a collate_fn that makes the rows of some samples out of others, as mix-up and statistics of the batch do.
+"""Detects a collate_fn that mixes samples (mix-up, statistics of the batch) by calling it on changed batches.
 
 What such a function returns is made before fastdp sees a tensor of it, so that no row can be followed through it. It is
 tried instead: with one sample in the place of another and the same random numbers, the rows of the others must stay.

@@ -1,4 +1,4 @@
-"""Batches without a record, with the structure of the others, and how a loader makes batches."""
+"""The collate function of loaders: empty batches have the structure of the others, and mixing is looked for."""
 
 from __future__ import annotations
 

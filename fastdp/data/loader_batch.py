@@ -1,4 +1,4 @@
-"""The batch in hand: of the loader that an optimizer trains on, where several are being iterated."""
+"""Finds the loader's batch that an optimizer's model is given, where several loaders are being iterated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that a Poisson loader handed out and no private optimizer stepped on.
+"""Tracks batches of a Poisson loader that no private optimizer stepped on.
 
 To leave a batch out for what is in it (its size, its loss) is no Poisson sampling, and no accountant covers it. What is
 certain is refused by the loader, at the next batch or at the end of the pass; what may be innocent (a loop that ends

@@ -1,4 +1,4 @@
-"""A model that a framework lays in parts once its optimizer was made: Accelerate does, in `prepare(model, optimizer)`.
+"""Attaches a new engine where a framework shards the model after its optimizer was made (Accelerate's `prepare`).
 
 Till then the engine is on the whole model, and checks it. Accelerate then calls `fully_shard`, and puts the parts in
 the place of the optimizer's parameters. The first call of the model after that, or of the optimizer, puts a new engine

@@ -1,4 +1,4 @@
-"""A private step of several processes: what they must agree on, and the sums that they add up before the noise.
+"""A private step of several processes: agreement on its settings, and the all-reduce of clipped sums before the noise.
 
 Every process draws the same noise, since the noise is a function of the key, the step and the element's index alone,
 and adds it after the sums were added up. So the released weights are those of one process with all samples.

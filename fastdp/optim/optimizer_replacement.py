@@ -1,4 +1,4 @@
-"""A private optimizer for a model that has one already: it takes the other's place, and its history goes on from there.
+"""Puts a new private optimizer in the place of the one that a model has; its history continues that one's.
 
 A cell of a notebook that makes an optimizer is run again, with other settings perhaps. What the first optimizer spent
 stays spent: whether the data are the same is not known, so that the second one counts its steps, too. (Whoever knows
