@@ -16,7 +16,8 @@ from pathlib import Path
 from ..distributed.world import World
 from ..errors import AccountingError, StepError
 from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
-from .ledger import Ledger, Run, lengthen, run_of
+from .ledger import Ledger
+from .runs import Run, lengthen, run_of
 
 try:
     import fcntl

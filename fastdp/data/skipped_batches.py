@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..accounting.ledger import whole
+from ..accounting.runs import whole
 from ..engine.unused_batches import Stepped, Taken, turns_passed_over
 from ..errors import StepError
 from . import loop_checks

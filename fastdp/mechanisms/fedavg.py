@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import History, check_accountant, check_options, delta_problem
-from ..accounting.ledger import Ledger, finite, run_of, whole
+from ..accounting.ledger import Ledger
+from ..accounting.runs import finite, run_of, whole
 from ..data.sampler import PoissonSampler
 from ..distributed.world import dealing_world, refuse_several
 from ..errors import ParameterError, StepError

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..accounting.ledger import finite, run_of, whole
+from ..accounting.runs import finite, run_of, whole
 from ..accounting.used_draws import UsedDraws
 from ..errors import StepError
 from . import moment_checks

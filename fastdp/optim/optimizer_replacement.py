@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..accounting.ledger import steps_in
+from ..accounting.runs import steps_in
 from ..distributed.world import processes
 from ..errors import AccountingError, OptimizerReplacedWarning
 from .private_step import PrivateStep

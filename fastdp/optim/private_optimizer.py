@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..accounting import History
-from ..accounting.ledger import finite
+from ..accounting.runs import finite
 from ..data import loop_checks
 from ..distributed.world import refuse_several
 from ..engine import loss_tracking

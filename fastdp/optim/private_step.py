@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, check_options, warn_of_delta
-from ..accounting.ledger import Ledger, finite
+from ..accounting.ledger import Ledger
+from ..accounting.runs import finite
 from ..accounting.used_draws import Place
 from ..batch_axis.batch_groups import Unit
 from ..batch_axis.deferred_checks import Awaited, Doubt, withhold
@@ -73,8 +74,7 @@ class PrivateStep:
     ) -> None:
         check_frameworks(model)
         self.world = world_for(model, process_group, mesh)
-        self._loader_position, self._truncation = ("", 0, 0), 0.0  # of the loader, at the last step
-        self._drawn: list[Place] = []
+        self._loader_position, self._truncation, self._drawn = ("", 0, 0), 0.0, list[Place]()  # at the last step
         self.deferred_setup: Any = None  # for a framework that lays the model in parts: `deferred_setup`
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
@@ -114,8 +114,7 @@ class PrivateStep:
         self.replaced_by = ""  # another optimizer of the same model
         self.rate_check, self._awaited = RateCheck(), Awaited()  # (of what a device is to tell of earlier steps)
         self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
-        # is given a release before its noise; may raise: then there is no step
-        self.release_hook: Callable[[Release], None] | None = None
+        self.release_hook: Callable[[Release], None] | None = None  # called before the noise; no step if it raises
         self.missed = SkippedBatches(self.replica.module)
         self.missed.refused = self.world.refuse
         self.listen()
