@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from .accounting import epsilon_by
-from .accounting.ledger import kind_of
+from .accounting.runs import kind_of
 from .data.loader import share
 from .distributed.frameworks import unwrap
 from .distributed.world import World, told

@@ -29,8 +29,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equa
 from fastdp.batch_axis import current_batch
 
 from .compiled_models import fresh, ran  # noqa: F401  (fixtures)
+from .data.skipping import silent  # noqa: F401  (a fixture)
 from .interpreted import patch_once_a_launch
-from .optim.skipping import silent  # noqa: F401  (a fixture)
 
 patch_once_a_launch()
 SELDOM = (7_000, 20, 20)  # ten times as seldom as is usual: a tenth of the tests' time went into collections

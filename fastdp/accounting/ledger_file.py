@@ -16,7 +16,8 @@ from pathlib import Path
 from ..distributed.world import World
 from ..errors import AccountingError, StepError
 from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
-from .ledger import Ledger, Run, run_of
+from .ledger import Ledger
+from .runs import Run, lengthen, run_of
 
 try:
     import fcntl
@@ -104,11 +105,7 @@ class LedgerFile:
                     f"line {number} of the ledger {self.path} is damaged: what its step has cost is not known. Put a "
                     "copy of a line before it in its place if the settings were the same"
                 ) from None
-            last = runs[-1] if runs else None
-            if last is not None and (last.maker, last.first + last.steps) == run[:2] and last.kind == run.kind:
-                runs[-1] = last._replace(steps=last.steps + run.steps)
-            else:
-                runs.append(run)
+            lengthen(runs, run)
         return runs
 
 
@@ -121,7 +118,7 @@ def open_ledger(ledger: Ledger, path: str | os.PathLike[str] | None, world: Worl
         ledger.write_to(LedgerFile(path))
 
 
-def share(ledger: Ledger, world: World) -> None:
+def share_ledger(ledger: Ledger, world: World) -> None:
     """What the file of the first process holds is counted by all, which have agreed that there is one."""
     said = json.dumps([tuple(run) for run in ledger.written]).encode()
     length = int.from_bytes(world.from_first(len(said).to_bytes(8, "little")), "little")

@@ -20,7 +20,7 @@ Kind = tuple[float, float | None, float]  # of a step: noise multiplier, sample 
 _Steps = list[list[Any]]  # [first, the one after the last, kind] of steps in a row
 
 
-class Draws:
+class UsedDraws:
     """Which steps of which passes over which loaders were made."""
 
     def __init__(self, state: Any = None) -> None:
@@ -52,7 +52,7 @@ class Draws:
         """What the loaders draw by; not those with a seed, as many experiments draw by one seed."""
         return {mark for mark, _ in self._made if not mark.startswith(BY_SEED)}
 
-    def take_up(self, others: Draws) -> None:
+    def take_up(self, others: UsedDraws) -> None:
         """These steps were made, too."""
         for key, steps in others._made.items():
             mine = self._made.setdefault(key, [])
@@ -75,9 +75,9 @@ class Draws:
             made.append([step, step + 1, kind])
         return False
 
-    def with_others(self, others: Iterable[Draws]) -> Draws:
+    def with_others(self, others: Iterable[UsedDraws]) -> UsedDraws:
         """All of these, each step of each."""
-        found = Draws()
+        found = UsedDraws()
         for draws in (self, *others):
             for (mark, number), steps in draws._made.items():
                 for begin, end, kind in steps:

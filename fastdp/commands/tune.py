@@ -310,7 +310,7 @@ def _check_spent(planned: History, spent: Any, made: int) -> None:
         privacy = spent._accounted()
         if not privacy.noise.secure:
             raise TuneError("a run has drawn its noise by seed=: whoever knows it can take the noise off. Leave it out")
-        if privacy.hand.seeded:
+        if privacy.loader_batch.seeded:
             raise TuneError("a run has drawn its batches by seed=: whoever knows it knows who is in them. Leave it out")
         if privacy.rate_check.low or any(privacy.missed.counts):
             raise TuneError(

@@ -1,21 +1,22 @@
-"""What a DataLoader hands to collate_fn: a list of records, or a batch that the dataset made of many at once."""
+"""Records of a batch, copied for collate_fn; also of datasets that return whole batches (`__getitems__`)."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from ..errors import StepError
 from .random_generators import RandomNumbers, kept_by
 
 
-class Given:
+class RecordBatch:
     """Records, of which some can be copied out in the form that collate_fn takes.
 
     items: a list of them, or what the dataset's __getitems__ gave: a batch whose tensors have a row for each record.
@@ -36,7 +37,7 @@ class Given:
     def copied(self, places: list[int]) -> Any:
         """The records of these places, which collate_fn may write into."""
         if self.together:
-            return _rows(self.items, places, self.count)
+            return rows_of(self.items, places, self.count)
         return [copied(self.items[place]) for place in places]
 
     def shapes(self, places: list[int]) -> list[Any]:
@@ -73,53 +74,68 @@ def _parts_of_one(items: list[Any], dataset: Any) -> bool:
     return all(isinstance(item, Tensor | np.ndarray) and item.ndim for item in items) and fetches_batches(dataset)
 
 
-def _arrays(value: Any) -> Iterable[Tensor | np.ndarray[Any, Any]]:
+def _arrays(value: Any) -> list[Tensor | np.ndarray[Any, Any]]:
+    """The tensors and arrays with a dimension within a structure."""
     if isinstance(value, Tensor | np.ndarray):
         return [value] if value.ndim else []
-    return [array for part in _parts(value) for array in _arrays(part)]
+    return [array for part in parts_of(value) for array in _arrays(part)]
 
 
-def _parts(value: Any) -> list[Any]:
+def _is_mapping(value: Any) -> bool:
+    return hasattr(value, "keys") and hasattr(value, "items")
+
+
+def parts_of(value: Any) -> list[Any]:
+    """What a tuple, list, mapping or dataclass holds, in its order; nothing of other values."""
     if isinstance(value, tuple | list):
         return list(value)
-    if hasattr(value, "keys") and hasattr(value, "items"):
+    if _is_mapping(value):
         return [part for _, part in value.items()]
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return []
 
 
-def _rows(value: Any, places: list[int], count: int) -> Any:
-    """The same structure with these rows of each tensor, array, and list of other things."""
-    if isinstance(value, Tensor):
-        return value[torch.tensor(places, device=value.device)] if value.dim() else value.clone()
-    if isinstance(value, np.ndarray):
-        return value[places] if value.ndim else value.copy()
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure with changed parts; a value without parts as it is."""
     if isinstance(value, tuple | list):
-        if len(value) == count and not _arrays(value):
-            return type(value)([value[place] for place in places])
-        parts = [_rows(part, places, count) for part in value]
+        parts = [change(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if hasattr(value, "keys") and hasattr(value, "items"):
+    if _is_mapping(value):
         other = copy.copy(value)
         for key, part in value.items():
-            other[key] = _rows(part, places, count)
+            other[key] = change(part)
         return other
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _rows(getattr(value, f.name), places, count) for f in dataclasses.fields(value) if f.init}
+        fields = {f.name: change(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **fields)
     return value
+
+
+def rows_of(value: Any, places: list[int], count: int) -> Any:
+    """The same structure with these rows of each tensor, array, and list of other things.
+
+    count: the rows that there are. An empty batch (no places) keeps nothing of any list of other things.
+    """
+    if isinstance(value, Tensor):
+        return value[torch.tensor(places, dtype=torch.int64, device=value.device)] if value.dim() else value.clone()
+    if isinstance(value, np.ndarray):
+        return value[places] if value.ndim else value.copy()
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        raise StepError("an empty batch cannot be packed: collate padded tensors, and pack in the model")
+    a_row_each = isinstance(value, list) if not places else isinstance(value, tuple | list) and len(value) == count
+    if a_row_each and not _arrays(value):
+        return type(value)([value[place] for place in places])
+    return _changed(value, lambda part: rows_of(part, places, count))
 
 
 def _shape(item: Any) -> Any:
     """What a collate_fn may sort items by."""
     if isinstance(item, Tensor | np.ndarray):
         return tuple(item.shape)
-    if hasattr(item, "items") and hasattr(item, "keys"):
-        return {key: _shape(value) for key, value in item.items()}
-    if isinstance(item, tuple | list):
-        return len(item) if item and isinstance(item[0], int | float) else [_shape(each) for each in item]
-    return None
+    if isinstance(item, tuple | list) and item and isinstance(item[0], int | float):
+        return len(item)
+    return [_shape(part) for part in parts_of(item)]
 
 
 def copied(item: Any) -> Any:
@@ -128,12 +144,6 @@ def copied(item: Any) -> Any:
         return item.detach().clone().requires_grad_(item.requires_grad) if item.is_leaf else item.clone()
     if isinstance(item, np.ndarray):
         return item.copy()
-    if type(item) in (list, tuple):
-        return type(item)(copied(each) for each in item)
-    if isinstance(item, dict) and type(item) is dict:
-        return {key: copied(value) for key, value in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*[copied(each) for each in item])
-    if hasattr(item, "items") and hasattr(item, "copy"):
-        return item.copy()
-    return item
+    if type(item) in (list, tuple, dict) or hasattr(item, "_fields"):
+        return _changed(item, copied)
+    return item.copy() if hasattr(item, "items") and hasattr(item, "copy") else item

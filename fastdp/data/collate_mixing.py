@@ -1,4 +1,4 @@
-"""Finds a collate_fn that makes the rows of some samples out of others, as mix-up and statistics of the batch do.
+"""Detects a collate_fn that mixes samples (mix-up, statistics of the batch) by calling it on changed batches.
 
 What such a function returns is made before fastdp sees a tensor of it, so that no row can be followed through it. It is
 tried instead: with one sample in the place of another and the same random numbers, the rows of the others must stay.
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
-from .batched_datasets import Given
+from .batched_datasets import RecordBatch, parts_of
 from .random_generators import RandomNumbers, generators_of, kept_by
 
 Collate = Callable[[list[Any]], Any]
 FAILS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
 FEW = 8  # samples of a batch that are tried
 TRIES = 2  # of them are put in the place of another, and all must change rows of the rest; all, where numbers are drawn
-Path = tuple[Any, ...]  # where something lies within a batch: keys and places
+Path = tuple[int, ...]  # where something lies within a batch: its place in each structure around it
 Rows = dict[Path, list[bytes]]  # of each tensor, and each list of tensors, with a row for every sample
 
 
@@ -38,7 +38,7 @@ def refuse_mixing(collate: Collate, items: Any, views: int = 1, dataset: Any = N
     """
     if collate is torch.utils.data.default_collate:
         return
-    records = Given(items, dataset)
+    records = RecordBatch(items, dataset)
     if len(records) < 2 * views:
         return
     trial = _Trial(collate, records, views)
@@ -66,7 +66,7 @@ class Trials:
 
     def before(self, collate: Collate, items: Any, views: int = 1, dataset: Any = None) -> None:
         """Call this before each batch is made of the items: those of at least two samples count."""
-        if len(items if isinstance(items, list) else Given(items)) <= views:
+        if len(items if isinstance(items, list) else RecordBatch(items)) <= views:
             return
         self.calls += 1
         if self.calls & (self.calls - 1) == 0:
@@ -76,7 +76,7 @@ class Trials:
 class _Trial:
     """The rows that a collate_fn makes of the first records, and of others in the place of a sample's."""
 
-    def __init__(self, collate: Collate, records: Given, views: int) -> None:
+    def __init__(self, collate: Collate, records: RecordBatch, views: int) -> None:
         self.collate, self.records, self.views = collate, records, views
         self.count = min(FEW, len(records) // views) * views
         self.generators = generators_of(nn.Module(), collate) + kept_by(collate)
@@ -133,22 +133,16 @@ def _add_rows(found: Rows, value: Any, size: int, path: Path) -> None:
         array = _plain(value) if isinstance(value, Tensor) else value
         if array is not None and array.ndim and array.shape[0] == size and not array.dtype.hasobject:
             found[path] = [row.tobytes() for row in np.ascontiguousarray(array).reshape(size, -1)]
-    elif isinstance(value, nn.utils.rnn.PackedSequence):
         return
-    elif isinstance(value, tuple | list):
-        if len(value) == size:
-            arrays = [_plain(each) if isinstance(each, Tensor) else each for each in value]
-            rows = [repr(each.shape).encode() + each.tobytes() for each in arrays if isinstance(each, np.ndarray)]
-            if len(rows) == size:
-                found[path] = rows
-        for place, each in enumerate(value):
-            _add_rows(found, each, size, (*path, place))
-    elif hasattr(value, "keys") and hasattr(value, "items"):
-        for key, each in value.items():
-            _add_rows(found, each, size, (*path, key))
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            _add_rows(found, getattr(value, name), size, (*path, name))
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        return
+    if isinstance(value, tuple | list) and len(value) == size:
+        arrays = [_plain(each) if isinstance(each, Tensor) else each for each in value]
+        rows = [repr(each.shape).encode() + each.tobytes() for each in arrays if isinstance(each, np.ndarray)]
+        if len(rows) == size:
+            found[path] = rows
+    for place, part in enumerate(parts_of(value)):
+        _add_rows(found, part, size, (*path, place))
 
 
 def _plain(leaf: Tensor) -> np.ndarray[Any, Any] | None:

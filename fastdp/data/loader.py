@@ -27,15 +27,15 @@ from ..utils.keyword_arguments import parameters_of, refuse_unknown
 from .empty_batches import CollateWithEmpty, options_of
 from .grouping import Grouping
 from .sampler import PoissonSampler
-from .skipped_batches import Missed, Trainers, Watch, mark_of_key
+from .skipped_batches import LoaderUsers, PassWatch, SkippedBatches, mark_of_key
 from .truncation import max_batch_size_for, truncation
 from .weighted_samplers import sampler_of
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
-_WATCHED: dict[int, Watch] = {}  # by running iterator, as the batches in hand are
+_WATCHED: dict[int, PassWatch] = {}  # by running iterator, as the batches in hand are
 
 
-def train(batch: PhysicalBatch, missed: Missed, stepped: bool = False) -> None:
+def train(batch: PhysicalBatch, missed: SkippedBatches, stepped: bool = False) -> None:
     """Note that an optimizer has made a backward, or a step, on this batch."""
     for key, active in ACTIVE.items():
         if (active.logical, active.physical) == (batch.logical, batch.physical):
@@ -58,14 +58,14 @@ class PoissonLoader:
         self.loader, self.sampler = loader, sampler
         self.expected_batch_size = expected_batch_size
         self._place = (0, 0)  # pass, and its logical batches handed out whole
-        self._trainers = Trainers()  # of the optimizers that have trained on it
+        self._trainers = LoaderUsers()  # of the optimizers that have trained on it
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy everything except the optimizers: a copy is another loader, and no optimizer has trained on it."""
         return {name: value for name, value in vars(self).items() if name != "_trainers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _trainers=Trainers())
+        vars(self).update(state, _trainers=LoaderUsers())
 
     def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
         """Return the position of the loader: {"pass", "step"}. After a `step()`, it is where the next step begins.
@@ -156,7 +156,7 @@ class PoissonLoader:
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Yield the batches of this pass, each with a function to call before training on it, however late."""
         batches = signals_failure(iter(self.loader))
-        watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sampler.sample_rate)
+        watch = _WATCHED[mine] = PassWatch(id(self), self._trainers, self.sampler.sample_rate)
         chance = self.truncation
         pending: deque[tuple[int, bool, People | None, int]] | None = None
         logical, physical, place, step, draws = next(_LOGICAL), 0, 0, 0, ""
@@ -165,7 +165,7 @@ class PoissonLoader:
                 pending = self.sampler.pending
                 place, step = self.sampler.running
                 draws = self.sampler.mark
-                watch.begin(mark_of_key(self.sampler.key), (place, step), self.sampler.steps)
+                watch.begin(mark_of_key(self.sampler.key), (place, step))
             size, final, people, whole = pending.popleft()
             step += final
             note = PhysicalBatch(
@@ -214,7 +214,7 @@ def finish(mine: int) -> None:
         _WATCHED[mine].end()
 
 
-def leave(mine: int, active: dict[int, PhysicalBatch] = ACTIVE, watched: dict[int, Watch] = _WATCHED) -> None:
+def leave(mine: int, active: dict[int, PhysicalBatch] = ACTIVE, watched: dict[int, PassWatch] = _WATCHED) -> None:
     """Forget the pass with that number, which is over or was left."""
     active.pop(mine, None)
     watch = watched.pop(mine, None)

@@ -1,4 +1,4 @@
-"""The batch in hand: of the loader that an optimizer trains on, where several are being iterated."""
+"""Finds the loader's batch that an optimizer's model is given, where several loaders are being iterated."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from ..batch_axis import current_batch
 from ..errors import StepError
 
 
-class Hand:
+class LoaderBatch:
     """Knows the loader of one optimizer, and when that was made."""
 
     def __init__(self) -> None:
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._born = current_batch.now()
         self.seeded = False  # batches of it were drawn by a seed
-        self.literal_in_code = False  # what the model is given now is no batch
+        self.stands_in = False  # what the model is given now is no batch
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
         """Within it the model is given a record in the place of a batch without any, and nothing of it is summed: of a
         model in parts all processes must run forward and backward, and not every model takes an empty batch."""
-        self.literal_in_code = True
+        self.stands_in = True
         try:
             yield
         finally:
-            self.literal_in_code = False
+            self.stands_in = False
 
     def of_forward(self) -> current_batch.PhysicalBatch | None:
         """The batch that the model is given."""
-        return None if self.literal_in_code else self.batch()
+        return None if self.stands_in else self.batch()
 
     def batch(self) -> current_batch.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""

@@ -1,4 +1,4 @@
-"""What custom loops, or those of a framework, do that would silently change the guarantee, and how it is refused."""
+"""Messages and checks for training loops that would silently change the guarantee."""
 
 from __future__ import annotations
 

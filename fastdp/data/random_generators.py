@@ -1,4 +1,4 @@
-"""Generators of random numbers that a program draws from: of torch, Python and numpy, and those that it keeps."""
+"""Saves and restores the states of random generators: torch's, Python's, numpy's, and those that a program keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that a Poisson loader handed out and no private optimizer stepped on.
+"""Tracks batches of a Poisson loader that no private optimizer stepped on.
 
 To leave a batch out for what is in it (its size, its loss) is no Poisson sampling, and no accountant covers it. What is
 certain is refused by the loader, at the next batch or at the end of the pass; what may be innocent (a loop that ends
@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..accounting.ledger import whole
+from ..accounting.runs import whole
 from ..engine.unused_batches import Stepped, Taken, turns_passed_over
 from ..errors import StepError
 from . import loop_checks
 
 Place = tuple[int, int]  # pass, and its logical batches handed out, the one in hand counted
 Event = tuple[str, Place]  # the mark of what a loader samples by, and the place
-_GLANCES = 2  # passes left at once before any training: for the shapes, say
 
 
 def mark_of_key(key: int) -> str:
@@ -32,7 +31,7 @@ def mark_of_key(key: int) -> str:
     return hashlib.sha256(f"fastdp {key}".encode()).hexdigest()[:16]
 
 
-class Missed:
+class SkippedBatches:
     """Batches that an optimizer should have stepped on, and did not."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,9 +45,8 @@ class Missed:
         self.passes = 0  # without a step
         self.turns: list[bytearray] = []  # of passes that are over: 1 for each batch that had a step, 0 where another's
         self.stepped = Stepped()  # of batches that were taken out of the loader before
-        self.asked = False  # for epsilon, since a batch was handed out
         self._evaluates = False  # whether it trains with the model in the mode of evaluation
-        self._loaders: weakref.WeakSet[Trainers] = weakref.WeakSet()
+        self._loaders: weakref.WeakSet[LoaderUsers] = weakref.WeakSet()
         self._before = 0  # chosen among, as a state that was loaded says
         self._told: tuple[int, ...] = (0,) * 5
 
@@ -63,7 +61,7 @@ class Missed:
         """Batches passed over where others were chosen for a step."""
         return self._before + self.stepped.passed_over + turns_passed_over(self.turns)
 
-    def train(self, known: Trainers) -> None:
+    def train(self, known: LoaderUsers) -> None:
         """A backward or step on a batch of a loader."""
         model = self._model()
         self._evaluates = model is not None and not model.training
@@ -73,8 +71,6 @@ class Missed:
         for other in [other for other in known.gone if other.of(model)]:
             known.gone.remove(other)
             self.read(other.state_dict(gone=True))()
-        if not known and known.glances > _GLANCES:
-            self.passes += known.glances
 
     def of(self, model: nn.Module | None) -> bool:
         """Whether the optimizer trained this model."""
@@ -105,17 +101,13 @@ class Missed:
             self.warn(again=False, stacklevel=6)
 
     def warn(self, again: bool = True, stacklevel: int = 3) -> None:
-        """Say what was missed; not again: unless it was said before (what was cut is said by the next step)."""
+        """Say what was missed; not again: unless it was said before."""
         count = self.counts
         if any(count) if again else any(now > was for now, was in zip(count, self._told, strict=True)):
             texts = (loop_checks.PASSED_OVER, loop_checks.CHOSEN, loop_checks.LEFT, loop_checks.CUT, loop_checks.UNUSED)
             found = " ".join(text.format(n=n) for n, text in zip(count, texts, strict=True) if n)
             warnings.warn(f"epsilon may not hold: {found} {loop_checks.EVERY_BATCH}.", stacklevel=stacklevel)
         self._told = count
-
-    def silent(self) -> None:
-        """The last of `cut` will be said by the next step of a batch, if there is one."""
-        self._told = (*self._told[:3], self._told[3] + 1, self._told[4])
 
     def redo(self, mark: str, place: Place) -> None:
         """A loader hands out (again) what follows this place."""
@@ -147,13 +139,12 @@ class Missed:
         return take_up
 
 
-class Trainers(weakref.WeakSet[Missed]):
+class LoaderUsers(weakref.WeakSet[SkippedBatches]):
     """Of the optimizers that train, or have trained, on a loader."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.glances = 0  # passes that were left after a batch, before any training
-        self.gone: list[Missed] = []  # of those that were detached, what others must go on from
+        self.gone: list[SkippedBatches] = []  # of those that were detached, what others must go on from
         self.taken: deque[Taken] = deque(maxlen=4)  # the last passes in which nobody trained
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -163,14 +154,14 @@ class Trainers(weakref.WeakSet[Missed]):
         return self is other
 
 
-class Watch:
+class PassWatch:
     """One pass over a loader: who trains on it, and whether every batch is stepped on."""
 
-    def __init__(self, loader: int, known: Trainers, rate: float) -> None:
+    def __init__(self, loader: int, known: LoaderUsers, rate: float) -> None:
         self.loader, self._known, self._rate = loader, known, rate
-        self._mark, self._first, self._steps = "", (0, 0), 0
+        self._mark, self._first = "", (0, 0)
         # of each that trains on this pass, 1 or 0 for each batch: whether it stepped
-        self._trainers: weakref.WeakKeyDictionary[Missed, bytearray] = weakref.WeakKeyDictionary()
+        self._trainers: weakref.WeakKeyDictionary[SkippedBatches, bytearray] = weakref.WeakKeyDictionary()
         self._trained = self._closed = self._looked = False
         self._place = (0, 0)  # of the batch in hand
         self._handed = 0  # batches so far
@@ -178,11 +169,11 @@ class Watch:
         self._waits = False  # whether it has had a backward
         self._taken: Taken | None = None  # the batches so far, where none was trained on
 
-    def begin(self, mark: str, place: Place, steps: int) -> None:
-        """The pass begins at this place, and has so many logical batches."""
-        self._mark, self._first, self._steps = mark, place, steps
+    def begin(self, mark: str, place: Place) -> None:
+        """The pass begins at this place."""
+        self._mark, self._first = mark, place
 
-    def train(self, missed: Missed, taken: bool = False, final: bool = False) -> None:
+    def train(self, missed: SkippedBatches, taken: bool = False, final: bool = False) -> None:
         """A backward on the batch in hand, or a step (taken), which ends the logical batch (final)."""
         if missed not in self._trainers:
             missed.train(self._known)
@@ -201,8 +192,7 @@ class Watch:
         """The next batch. Raises StepError where none has stepped on the one in hand."""
         self._look()
         self._check(f"{loop_checks.UNSTEPPED} {loop_checks.EVERY_BATCH}." if self._waits else loop_checks.SKIPPED)
-        for missed, steps in self._trainers.items():
-            missed.asked = False
+        for steps in self._trainers.values():
             steps.append(0)
         self._handed += 1
         self._place, self._due, self._open, self._waits = place, True, True, False
@@ -217,15 +207,15 @@ class Watch:
         """No batch follows. Raises StepError where none has stepped on the last."""
         self._look()
         self._check(loop_checks.LAST_SKIPPED)
-        self.leave(whole=True)
+        self.leave()
 
-    def leave(self, whole: bool = False) -> None:
+    def leave(self) -> None:
         """The pass is over, or was left; said once."""
         if self._closed:
             return
         self._closed = True
         if not self._trained:
-            self._unused(whole)
+            self._unused()
             return
         living = _living(self._trainers)
         for missed in living:
@@ -235,25 +225,18 @@ class Watch:
             self._note_gone()
             for missed in living:
                 (missed.left if self._due else missed.cut).append((self._mark, self._place))
-                if missed.asked:
-                    missed.warn(again=False, stacklevel=2)
-                elif not self._due:
-                    missed.silent()
 
     def supersede(self) -> None:
         """Another pass of the loader is trained on."""
         if self._trained:
             self.leave()
 
-    def _unused(self, whole: bool) -> None:
+    def _unused(self) -> None:
         """Nobody has trained on the pass."""
         # what a framework fetched ahead, and gave to nobody, is no pass
         known = [] if self._looked or not self._handed else _living(self._known)
         for missed in known:
             missed.passes += 1
-        if not self._looked:
-            # to look at a batch or two before training, or at all of them, is no choice
-            self._known.glances += not self._known and self._handed > 0 and (not whole or self._steps == 1)
         if self._taken is not None:
             self._taken.looked, self._taken.loader = self._looked, weakref.ref(self._known)
             self._taken.told.update(known)
@@ -285,5 +268,5 @@ class Watch:
         self._looked = self._looked or not torch.is_grad_enabled() or not trains
 
 
-def _living(found: Iterable[Missed]) -> list[Missed]:
+def _living(found: Iterable[SkippedBatches]) -> list[SkippedBatches]:
     return [missed for missed in found if not missed.over]

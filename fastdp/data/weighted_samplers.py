@@ -1,4 +1,4 @@
-"""Samplers that draw some records more often than others: no sample rate, and so no epsilon, holds for these."""
+"""Detects samplers that draw some records more often than others: no sample rate, and no epsilon, holds for these."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..accounting import History as History
 from ..accounting import epsilon_by
-from ..accounting.ledger import kind_of, run_of
+from ..accounting.runs import kind_of, run_of
 from ..errors import AccountingError
 from ..utils.formatting import at_most
 

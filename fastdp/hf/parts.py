@@ -42,7 +42,7 @@ class InParts(Spending, transformers.Trainer):  # type: ignore[misc]
     def _stand_in(self, model: nn.Module, private: PrivateOptimizer) -> None:
         """Forward and backward of a process that has no record in this physical batch, for those that have."""
         inner: Any = self._source and self._source.loader
-        with private._privacy.hand.standing_in():
+        with private._privacy.loader_batch.standing_in():
             batch = self._prepare_inputs(inner.loader.collate_fn.collate([inner.dataset[0]]))
             self.accelerator.backward(self._step_loss(model, batch))
 

@@ -167,7 +167,7 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
             self._private._privacy.noise.restore(self._keys.noise, step)
             place = {**self._source.loader.state_dict(), "key": int.from_bytes(self._keys.sampling, "little")}
             self._source.loader.load_state_dict(place)
-        self._private._privacy.witness = self._witness
+        self._private._privacy.release_hook = self._witness
 
     def _judge(self, mine: dict[str, Any], kept: tuple[Keys, Any] | None, step: int) -> str:
         """Set the keys and the number of steps to repeat; returns why none are, if there are any."""

@@ -1,4 +1,4 @@
-"""What flows into a model's activation functions, noted by forward hooks while the model is left as it is."""
+"""Records the inputs of a model's activation functions by forward hooks, and sums their squares by sample."""
 
 from __future__ import annotations
 

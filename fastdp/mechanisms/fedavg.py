@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import History, check_accountant, check_options, delta_problem
-from ..accounting.ledger import Ledger, finite, run_of, whole
+from ..accounting.ledger import Ledger
+from ..accounting.runs import finite, run_of, whole
 from ..data.sampler import PoissonSampler
 from ..distributed.world import dealing_world, refuse_several
 from ..errors import ParameterError, StepError
@@ -112,7 +113,7 @@ class DPFedAvg:
         check_optimizer(optimizer, model)
         self.nonfinite_clients = 0  # updates dropped so far because they were not finite: not private
         self._noise, self._ledger = Noise(seed), Ledger()
-        self._ledger.enrol(trained(model).values(), model)
+        self._ledger.register(trained(model).values(), model)
         self._sampler = PoissonSampler(operator.index(clients), float(rate), 1, None, seed)
         self._drawn: dict[int, None] | None = None  # of this round
         self._round: Round | None = None
@@ -301,7 +302,7 @@ class DPFedAvg:
         """The round, whose weights are as they were when its clients were drawn."""
         if self._round is None:
             check_optimizer(self.optimizer, self.model)
-            self._ledger.enrol(trained(self.model).values(), self.model)
+            self._ledger.register(trained(self.model).values(), self.model)
             self._round = Round(self.model, _bound(self.max_update_norm))
         else:
             self._round.check()

@@ -31,7 +31,7 @@ from ..optim.clipping import ClippingFunction
 from ..optim.fused_update import Release
 from ..optim.optimizers import _Constructed
 from ..optim.option_checks import refuse_second_step
-from ..optim.private_step import Privacy
+from ..optim.private_step import PrivateStep
 from ..utils.keyword_arguments import declared
 from .participation import Tree, runs_of
 from .tree import TreeNoise
@@ -52,7 +52,7 @@ def _of_fixed_order(
     return None, current.expected_batch_size
 
 
-class TreePrivacy(Privacy):
+class TreePrivacy(PrivateStep):
     """The privacy state of DP-FTRL."""
 
     _of_loader = staticmethod(_of_fixed_order)
@@ -74,13 +74,13 @@ class TreePrivacy(Privacy):
         try:
             refuse_several(self.world, "DPFTRL", "train in one process, or with DPSGD and fastdp.poisson_loader")
         except StepError:
-            self.take_off()
+            self.detach()
             raise
         self.noise = TreeNoise(options.get("seed"))
         self.mechanism = Trees()
 
     def _check_batch(self, gradients: Gradients) -> None:
-        self._check_order(self.hand.batch())
+        self._check_order(self.loader_batch.batch())
         super()._check_batch(gradients)
 
     def _check_order(self, current: PhysicalBatch | None) -> None:
@@ -100,13 +100,13 @@ class TreePrivacy(Privacy):
         trees.steps, trees.records = current.fixed, current.fixed * current.expected_batch_size
 
     def ready(self) -> bool:
-        self._check_order(self.hand.current())
+        self._check_order(self.loader_batch.current())
         return super().ready()
 
     def release(self) -> Release:
         trees: Trees = self.mechanism
         now = (self.noise_multiplier, self.clipping.sensitivity)
-        if not trees.goes_on(self._place, self.noise.leaves):
+        if not trees.goes_on(self._loader_position, self.noise.leaves):
             self.noise.end()
             trees.noise, trees.next = now, None
         elif now != trees.noise:  # also if their product stays: a longer gradient under the noise of nodes drawn before
@@ -128,7 +128,7 @@ class TreePrivacy(Privacy):
         return release._replace(std=0.0)  # it is in the sums
 
     def finish(self) -> None:
-        self.mechanism.count(self._place)
+        self.mechanism.count(self._loader_position)
         super().finish()
 
     def epsilon(self, delta: float, sample_rate: float | None = None) -> float:

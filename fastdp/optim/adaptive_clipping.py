@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..engine.gradients import Gradients, add
 from ..errors import ClippingError, StepError
 from .fused_update import Release
-from .private_step import Privacy
+from .private_step import PrivateStep
 
 COUNT = -1  # among the sums, which are by ids: the count of the samples
 PLACE = 1 << 60  # the global index of the count's noise, far behind that of any parameter
@@ -98,7 +98,7 @@ class Quantile:
         return take_up
 
 
-class AdaptivePrivacy(Privacy):
+class AdaptiveStep(PrivateStep):
     """The privacy state of a run with adaptive clipping; `privatize` says what the options are."""
 
     reads_later = False  # the count of norms is released, too
@@ -139,7 +139,7 @@ class AdaptivePrivacy(Privacy):
         add(self._pending, {COUNT: count.sum().view(1)})
 
     def ready(self) -> bool:
-        current, expected = self.hand.current(), self.expected_batch_size
+        current, expected = self.loader_batch.current(), self.expected_batch_size
         if expected is None and current is None:
             raise StepError(
                 "adaptive clipping takes shares of the expected batch size, as the number of samples in a batch is "
@@ -197,7 +197,7 @@ class AdaptivePrivacy(Privacy):
         )
 
 
-def privacy_for(kept_by: type[Privacy], options: dict[str, Any]) -> type[Privacy]:
+def step_class_for(kept_by: type[PrivateStep], options: dict[str, Any]) -> type[PrivateStep]:
     """The class that keeps a run with these options, of which those that are None are taken out.
 
     Raises ClippingError if they do not fit together.
@@ -209,9 +209,9 @@ def privacy_for(kept_by: type[Privacy], options: dict[str, Any]) -> type[Privacy
     given = [name for name in OPTIONS if name in options]
     if given and not adaptive:
         raise ClippingError(f'{", ".join(given)}: of adaptive clipping, which is clipping="adaptive"')
-    if adaptive and kept_by is not Privacy:
+    if adaptive and kept_by is not PrivateStep:
         raise ClippingError('clipping="adaptive" is not for this optimizer: its noise needs one norm for many steps')
-    return AdaptivePrivacy if adaptive else kept_by
+    return AdaptiveStep if adaptive else kept_by
 
 
 def _number(name: str, value: Any) -> float:

@@ -12,16 +12,16 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..accounting.ledger import finite, run_of, whole
-from ..accounting.used_draws import Draws
+from ..accounting.runs import finite, run_of, whole
+from ..accounting.used_draws import UsedDraws
 from ..errors import StepError
 from . import moment_checks
-from .private_step import Privacy
+from .private_step import PrivateStep
 
 _QUANTILE = "quantile"  # of adaptive clipping: its settings; where it is now is the clipping norm
 
 
-def state_of(privacy: Privacy) -> dict[str, Any]:
+def state_of(privacy: PrivateStep) -> dict[str, Any]:
     """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
     clipping = privacy.clipping
     return {
@@ -44,7 +44,7 @@ def state_of(privacy: Privacy) -> dict[str, Any]:
     }
 
 
-def load(optimizer: Any, privacy: Privacy, base: type, torchs: Callable[[Any], None], given: Any) -> None:
+def load(optimizer: Any, privacy: PrivateStep, base: type, torchs: Callable[[Any], None], given: Any) -> None:
     """Load a `state_dict()`: all of it, or nothing where that raises.
 
     Args:
@@ -58,9 +58,9 @@ def load(optimizer: Any, privacy: Privacy, base: type, torchs: Callable[[Any], N
 
     def before(_: Any, found: Any) -> None:
         moment_checks.check_moments(base, held[1], found)
-        carried = carried_by(found)
+        carried = record_in(found)
         if carried is None and isinstance(given, dict) and given.get("param_groups"):
-            carried = carried_by(given)  # a hook has dropped it
+            carried = record_in(given)  # a hook has dropped it
         if carried is None:
             _warn(UNKNOWN)
         else:
@@ -69,7 +69,7 @@ def load(optimizer: Any, privacy: Privacy, base: type, torchs: Callable[[Any], N
     def after(_: Any) -> None:
         nonlocal taken
         moment_checks.check_groups(optimizer.param_groups, held[1], optimizer.defaults)
-        put_off(optimizer.param_groups)
+        drop_record(optimizer.param_groups)
         if take_ups and privacy.busy:
             _warn(_BUSY)
         for take_up in take_ups:
@@ -94,7 +94,7 @@ def load(optimizer: Any, privacy: Privacy, base: type, torchs: Callable[[Any], N
             hook.remove()
 
 
-def read(privacy: Privacy, state: dict[str, Any]) -> Callable[[], None]:
+def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
     """Read a state; the result takes it up, and cannot fail. Custom functions and groups stay those of this optimizer.
 
     Raises StepError if it is none. Warns of steps that it does not hold.
@@ -111,7 +111,7 @@ def read(privacy: Privacy, state: dict[str, Any]) -> Callable[[], None]:
         if isinstance(clipping.style, str):
             clipping = clipping.changed(privacy.engine.named_parameters(), kind, float(norm), style, float(gamma))
         said, of_ledger = privacy.ledger.read(history, lost, state.get("makers"))
-        draws = Draws(state.get("draws"))
+        draws = UsedDraws(state.get("draws"))
         take_ups = [of_ledger, privacy.missed.read(state.get("missed", {})), _of_mechanism(privacy, state)]
         take_ups.append(_of_quantile(privacy, state))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
@@ -131,7 +131,7 @@ def read(privacy: Privacy, state: dict[str, Any]) -> Callable[[], None]:
     return take_up
 
 
-def go_on(privacy: Privacy, carried: dict[str, Any] | None) -> None:
+def continue_from(privacy: PrivateStep, carried: dict[str, Any] | None) -> None:
     """An ordinary optimizer that had loaded a private one's state becomes private: its steps stay counted.
 
     The settings are those of now. carried: what was found in its groups.
@@ -142,7 +142,7 @@ def go_on(privacy: Privacy, carried: dict[str, Any] | None) -> None:
         read(privacy, {**past, **{name: now[name] for name in _SETTINGS if name in now}})()
 
 
-def _of_mechanism(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], object]:
+def _of_mechanism(privacy: PrivateStep, of_run: dict[str, Any]) -> Callable[[], object]:
     """What takes up a mechanism's own state. Raises StepError if the state was saved under another mechanism."""
     state = of_run.get("mechanism")
     mine = "none (steps noised one by one)" if privacy.mechanism is None else privacy.mechanism.name
@@ -155,7 +155,7 @@ def _of_mechanism(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], obje
     return (lambda: None) if state is None else privacy.mechanism.read(state)  # type: ignore[no-any-return]
 
 
-def _of_quantile(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], object]:
+def _of_quantile(privacy: PrivateStep, of_run: dict[str, Any]) -> Callable[[], object]:
     """What takes up the settings of adaptive clipping. Raises StepError unless both clip so, or neither."""
     state = of_run.get(_QUANTILE)
     if (state is None) != (privacy.quantile is None):
@@ -169,7 +169,7 @@ def _of_quantile(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], objec
 
 # ---------------------------------------------------------------------- within torch's own part of a checkpoint
 
-RIDER = "fastdp"  # in every group (their order may change): torch.distributed.checkpoint keeps but groups and state
+RECORD = "fastdp"  # in every group (their order may change): torch.distributed.checkpoint keeps but groups and state
 UNKNOWN = "this state was saved by an optimizer without privacy: the accountant's history stays as it is"
 _NONE, _STEPS = "none", "optimizer_steps"
 _SETTINGS = ("noise_multiplier", "clipping", "style", "max_grad_norm", "gamma", _QUANTILE)
@@ -180,7 +180,7 @@ _BUSY = (
 )
 
 
-def ride_along(found: dict[str, Any]) -> None:
+def embed_record(found: dict[str, Any]) -> None:
     """Put the state, as text, where torch.distributed.checkpoint keeps it: it may be what loads any state.
 
     As it loads a whole state it asks for that of now, keeps of it what the loaded one lacks, and loads both. The state
@@ -189,7 +189,7 @@ def ride_along(found: dict[str, Any]) -> None:
     carried = {**found["fastdp"], _STEPS: _steps(found["state"])}
     text = _NONE if torch_is_at(_LOADER) else json.dumps(carried, default=lambda number: number.item())  # of numpy
     for group in found["param_groups"]:
-        group[RIDER] = text
+        group[RECORD] = text
 
 
 def torch_is_at(function: str) -> bool:
@@ -215,15 +215,15 @@ def _steps(states: dict[Any, Any]) -> float | None:
     return max(counts, default=None)
 
 
-def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def record_in(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """The state that a `state_dict()` holds; None if there is none. Raises StepError if it was lost or is stale."""
     if "fastdp" in state_dict:
         if not isinstance(state_dict["fastdp"], dict):
             raise StepError(f"the record of privacy in this state is {state_dict['fastdp']!r}: the file is damaged")
         return state_dict["fastdp"]
-    of_groups, loads = [group.get(RIDER, _NONE) for group in state_dict["param_groups"]], torch_is_at(_LOADER)
+    of_groups, loads = [group.get(RECORD, _NONE) for group in state_dict["param_groups"]], torch_is_at(_LOADER)
     lack = [str(number) for number, text in enumerate(of_groups) if text == _NONE]
-    if len(lack) == len(of_groups) and (loads or any(RIDER in group for group in state_dict["param_groups"])):
+    if len(lack) == len(of_groups) and (loads or any(RECORD in group for group in state_dict["param_groups"])):
         raise StepError(
             "torch.distributed.checkpoint gives the optimizer a state without a record of privacy: it was saved by an "
             "optimizer without privacy, or with StateDictOptions(flatten_optimizer_state_dict=True), under which torch "
@@ -258,7 +258,7 @@ def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
 
 def warn_of_others(optimizer: Optimizer, whose: str) -> None:
     """Warn of the steps of a private optimizer whose state this one has loaded, and which it is about to lose."""
-    carried = carried_by({"state": optimizer.state, "param_groups": optimizer.param_groups}) or {}
+    carried = record_in({"state": optimizer.state, "param_groups": optimizer.param_groups}) or {}
     if count := sum(run[2] for name in ("history", "lost") for run in carried.get(name, ())):
         _warn(
             f"the optimizer has loaded a private one's state, and {count} noised step(s) of it are not in {whose}: "
@@ -266,14 +266,14 @@ def warn_of_others(optimizer: Optimizer, whose: str) -> None:
         )
 
 
-def put_off(groups: list[dict[str, Any]]) -> None:
+def drop_record(groups: list[dict[str, Any]]) -> None:
     """The groups were loaded: what rode along has no place in them."""
     for group in groups:
-        group.pop(RIDER, None)
+        group.pop(RECORD, None)
 
 
 def _has_stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    put_off(optimizer.param_groups)
+    drop_record(optimizer.param_groups)
 
 
 # An optimizer without privacy keeps what rode along in a state it loads, and would hand it on after steps of its own.

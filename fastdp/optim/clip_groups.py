@@ -11,19 +11,19 @@ from ..engine.layerwise import Taken
 from ..errors import StepError
 
 if TYPE_CHECKING:
-    from ..data.loader_batch import Hand
+    from ..data.loader_batch import LoaderBatch
     from .clipping import Clipping
 
 
-class Members:
+class ClipGroups:
     """What an engine's `clip_by_group` asks.
 
     now: gives the clipping as it is now, of the trained parameters by name, which it gives too.
-    hand: while a record stands in for a batch, nothing is clipped within backward, which would count it.
+    loader_batch: while a record stands in for a batch, nothing is clipped within backward, which would count it.
     """
 
-    def __init__(self, now: Callable[[], tuple[Clipping, dict[str, Tensor]]], hand: Hand) -> None:
-        self._now, self._hand = now, hand
+    def __init__(self, now: Callable[[], tuple[Clipping, dict[str, Tensor]]], loader_batch: LoaderBatch) -> None:
+        self._now, self._loader_batch = now, loader_batch
         self._key: Any = None
         self._lists: list[list[Tensor]] = []
         self._clipping: Clipping | None = None
@@ -44,7 +44,7 @@ class Members:
     def groups(self) -> Sequence[Sequence[Tensor]]:
         """See `engine.layerwise.ByGroup`."""
         clipping, named = self._now()
-        return self.all(clipping, named) if clipping.apart and not self._hand.literal_in_code else []
+        return self.all(clipping, named) if clipping.apart and not self._loader_batch.stands_in else []
 
     def factors(self, number: int, norm_sq: Tensor) -> Tensor:
         """See `engine.layerwise.ByGroup`."""

@@ -25,7 +25,7 @@ from ..grad_sample.checkpoint_regions import module_of
 from ..ops.noise import Noise
 from .fused_update import Release
 
-Members = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
+GroupParameters = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
 Share = tuple[Any, dict[int, Tensor]]  # a process group (None: of all that train), and what is added up over it
 
 
@@ -39,10 +39,10 @@ class Clips(Protocol):
 class Sums:
     """Of a model that is whole on this process."""
 
-    def begin(self, gradients: Gradients, members: Members, said: Mapping[str, object]) -> None:
+    def begin(self, gradients: Gradients, members: GroupParameters, said: Mapping[str, object]) -> None:
         """A backward has ended. said: what it is, the same on every process."""
 
-    def norm_sq(self, gradients: Gradients, members: Members) -> list[Tensor]:
+    def norm_sq(self, gradients: Gradients, members: GroupParameters) -> list[Tensor]:
         """Squared norms [B] of each clipping group."""
         taken = gradients.taken
         return [
@@ -53,7 +53,9 @@ class Sums:
         """The clip factors [B] of each clipping group."""
         return clipping.factors(norm_sq)
 
-    def clipped(self, gradients: Gradients, members: Members, factors: Sequence[Tensor]) -> list[dict[int, Tensor]]:
+    def clipped(
+        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor]
+    ) -> list[dict[int, Tensor]]:
         """What this process holds of the clipped sums, by the ids of the tracked parameters."""
         taken: Mapping[int, Taken] = gradients.taken
         return [
@@ -104,7 +106,7 @@ class ShardedSums(Sums):
         self._problem: Exception | None = None
         self._needed: list[tuple[list[Group], list[Group]]] = []  # of each bucket: for its norms, and for its sums
 
-    def _buckets(self, members: Members) -> list[tuple[Group | None, list[Tensor]]]:
+    def _buckets(self, members: GroupParameters) -> list[tuple[Group | None, list[Tensor]]]:
         return list(buckets_of([p for group in members for p in group], self._shards.groups))
 
     @contextlib.contextmanager
@@ -115,7 +117,7 @@ class ShardedSums(Sums):
         except Exception as problem:  # noqa: BLE001 - raised by `clipped`
             self._problem = self._problem or problem
 
-    def begin(self, gradients: Gradients, members: Members, said: Mapping[str, object]) -> None:
+    def begin(self, gradients: Gradients, members: GroupParameters, said: Mapping[str, object]) -> None:
         self._problem = None
         buckets, groups = self._buckets(members), self._shards.groups
         bucket_of = {id(p): number for number, (_, own) in enumerate(buckets) for p in own}
@@ -138,7 +140,7 @@ class ShardedSums(Sums):
     def _wholes_in(self, module: nn.Module) -> set[int]:
         return {id(self._shards.whole(p)) for p in module.parameters()}
 
-    def norm_sq(self, gradients: Gradients, members: Members) -> list[Tensor]:
+    def norm_sq(self, gradients: Gradients, members: GroupParameters) -> list[Tensor]:
         found = [torch.zeros(gradients.batch, dtype=torch.float64, device=gradients.device) for _ in members]
         for (_, own), (needed, _) in zip(self._buckets(members), self._needed, strict=True):
             with self._at_hand(needed), self._held_back():
@@ -152,7 +154,9 @@ class ShardedSums(Sums):
             return clipping.factors(norm_sq)
         return [torch.zeros_like(squares, dtype=torch.float32) for squares in norm_sq]
 
-    def clipped(self, gradients: Gradients, members: Members, factors: Sequence[Tensor]) -> list[dict[int, Tensor]]:
+    def clipped(
+        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor]
+    ) -> list[dict[int, Tensor]]:
         scatter, whole = Scatter(), dict[int, Tensor]()
         for (group, own), (_, needed) in zip(self._buckets(members), self._needed, strict=True):
             sums: dict[int, Tensor] = {}
@@ -231,7 +235,7 @@ def _zeros(parameter: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.zeros(tuple(shape), dtype=kind, device=parameter.device)
 
 
-def _among(members: Members, own: Sequence[Tensor]) -> list[list[Tensor]]:
+def _among(members: GroupParameters, own: Sequence[Tensor]) -> list[list[Tensor]]:
     """Those of each clipping group that are among these."""
     wanted = set(map(id, own))
     return [[p for p in group if id(p) in wanted] for group in members]

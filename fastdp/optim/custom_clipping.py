@@ -1,4 +1,4 @@
-"""A custom clipping function is held to what makes clipping private: a factor depends on its sample's norm only.
+"""Checks that a custom clipping function makes each factor of its own sample's norm only.
 
 Whatever else it looks at (the median of the batch, a rank, the batch's length, a sample's place, norms of batches
 before) couples samples: leaving one out changes the factors of others, and the sum moves by more than max_grad_norm.

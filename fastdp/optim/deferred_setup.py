@@ -1,4 +1,4 @@
-"""A model that a framework lays in parts once its optimizer was made: Accelerate does, in `prepare(model, optimizer)`.
+"""Attaches a new engine where a framework shards the model after its optimizer was made (Accelerate's `prepare`).
 
 Till then the engine is on the whole model, and checks it. Accelerate then calls `fully_shard`, and puts the parts in
 the place of the optimizer's parameters. The first call of the model after that, or of the optimizer, puts a new engine
@@ -19,7 +19,7 @@ from ..distributed.sharded import is_sharded
 from ..errors import ParameterError, StepError
 
 if TYPE_CHECKING:
-    from .private_step import Privacy
+    from .private_step import PrivateStep
 
 _OTHERS = (
     "fully_shard was called on the model once the private optimizer was made, and {what}. Make the optimizer after "
@@ -27,13 +27,13 @@ _OTHERS = (
 )
 
 
-class Waiting:
+class DeferredSetup:
     """Stands before the model's call until parts are there.
 
     params: gives the optimizer's parameters.
     """
 
-    def __init__(self, privacy: Privacy, params: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, privacy: PrivateStep, params: Callable[[], list[Tensor]]) -> None:
         self._privacy, self._params = privacy, params
         self._model = weakref.ref(privacy.engine.model)
         privacy.clipping.style = privacy.clipping.by_names()
@@ -49,42 +49,42 @@ class Waiting:
     def look(self) -> None:
         """Put a new engine on the model if it lies in parts now. All processes must come here."""
         model, privacy = self._model(), self._privacy
-        if privacy.waits is not self or model is None or not is_sharded(model):
+        if privacy.deferred_setup is not self or model is None or not is_sharded(model):
             return
-        self.end()
+        self.cancel()
         with privacy.world.deciding():
             try:
-                _lay(privacy, model, self._params())
+                _attach_parts(privacy, model, self._params())
             except Exception:
-                privacy.take_off()
+                privacy.detach()
                 raise
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         """Wait no longer."""
-        self._privacy.waits = None
+        self._privacy.deferred_setup = None
         self._put(None)
 
-    def _put(self, call: Waiting | None) -> None:
+    def _put(self, call: DeferredSetup | None) -> None:
         """What torch.compile would put before a module's call. The hooks of a call are chosen as it begins, so none of
         them could make others."""
         if (model := self._model()) is not None:
             model._compiled_call_impl = call
 
 
-def wait(privacy: Privacy, params: Callable[[], list[Tensor]]) -> None:
+def defer_setup(privacy: PrivateStep, params: Callable[[], list[Tensor]]) -> None:
     """Wait for parts if a framework will make them."""
     model = privacy.engine.model
     whole = privacy.replica.shards is None and privacy.replica.wrapper is None
     if whole and lays_in_parts() and model._compiled_call_impl is None:
-        privacy.waits = Waiting(privacy, params)
+        privacy.deferred_setup = DeferredSetup(privacy, params)
 
 
-def _lay(privacy: Privacy, model: nn.Module, params: list[Tensor]) -> None:
+def _attach_parts(privacy: PrivateStep, model: nn.Module, params: list[Tensor]) -> None:
     if privacy.busy or privacy._released:
         raise StepError(_OTHERS.format(what="it has trained the whole model before"))
     old = privacy.engine
     places, trained = list(old.offsets()), list(old.named_parameters())
-    privacy.take_off()
+    privacy.detach()
     held = {id(p) for p in model.parameters()}
     if any(id(p) not in held for p in params):
         raise ParameterError(_OTHERS.format(what="the parts are not the optimizer's parameters"))

@@ -1,4 +1,4 @@
-"""A private step of several processes: what they must agree on, and the sums that they add up before the noise.
+"""A private step of several processes: agreement on its settings, and the all-reduce of clipped sums before the noise.
 
 Every process draws the same noise, since the noise is a function of the key, the step and the element's index alone,
 and adds it after the sums were added up. So the released weights are those of one process with all samples.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting.ledger import Ledger
-from ..accounting.ledger_file import open_ledger, share
+from ..accounting.ledger_file import open_ledger, share_ledger
 from ..distributed.fingerprints import mark, mark_of_model, mark_of_parameters, mark_of_shapes
 from ..distributed.frameworks import check_schedulers, equal_later
 from ..distributed.reduce import Reduction
@@ -25,7 +25,7 @@ from .clipped_sums import Share
 from .clipping import Clipping
 
 
-def begin(
+def agree_on_setup(
     world: World, replica: Replica, engine: PerSampleGradients, noise: Noise, ledger: Ledger, path: Any,
     settings: Callable[[], Mapping[str, object]],
 ) -> None:  # fmt: skip
@@ -50,16 +50,16 @@ def begin(
     replica.check_copies()
     noise.restore(world.from_first(noise.key), noise.step)
     if path is not None:
-        share(ledger, world)
+        share_ledger(ledger, world)
 
 
-def first_step_of(privacy: object, model: nn.Module) -> str:
+def weights_mark(privacy: object, model: nn.Module) -> str:
     """A mark of the weights with which an optimizer's first step begins. Raises StepError for its schedulers."""
     check_schedulers(privacy)
     return mark_of_parameters(model)
 
 
-def summed(
+def reduce_sums(
     world: World, shares: Sequence[Share], dropped: Tensor | int, device: torch.device, records: int,
     said: Mapping[str, object], look: Callable[[], None] | None = None,
 ) -> tuple[dict[int, Tensor], Tensor, int]:  # fmt: skip

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from ..graphs.steps import LossFn
 from .graphed_loss import Begun, ReplayedSteps
 from .graphed_step import GraphedStep, loss_of, ordered
-from .private_step import Privacy
+from .private_step import PrivateStep
 
 SHAPES = 8  # recorded at most: each holds a step of each size
 _ENOUGH = 2  # a shape is recorded when it is met that often
@@ -26,7 +26,7 @@ class GraphedShapes(ReplayedSteps):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, privacy: Privacy, loss_fn: LossFn,
+        self, optimizer: torch.optim.Optimizer, privacy: PrivateStep, loss_fn: LossFn,
         record: Callable[[Sequence[Any], frozenset[int]], GraphedStep],
     ) -> None:  # fmt: skip
         super().__init__(optimizer)

@@ -28,7 +28,7 @@ from ..graphs.steps import Batch, LossFn, StepProgram, check_losses, copies, dev
 from ..ops.common import exactly
 from ..utils.rng_state import States, random_states, set_random_states
 from .graphed_loss import Begun, ReplayedSteps
-from .private_step import Privacy
+from .private_step import PrivateStep
 
 _RECORDINGS = 8  # of one step, at most: what changes every time is not worth one
 _TOLERANCE = 1e-4
@@ -42,7 +42,7 @@ class GraphedStep(ReplayedSteps):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, privacy: Privacy, loss_fn: LossFn, example_batch: Sequence[Any],
+        self, optimizer: torch.optim.Optimizer, privacy: PrivateStep, loss_fn: LossFn, example_batch: Sequence[Any],
         sizes: Iterable[int] | None, verify_every: int, fixed: Collection[int] = (),
         compile: bool = False,
     ) -> None:  # fmt: skip
@@ -230,7 +230,7 @@ class GraphedStep(ReplayedSteps):
             )
 
 
-def loss_of(privacy: Privacy, loss_fn: LossFn, batch: Any) -> Tensor:
+def loss_of(privacy: PrivateStep, loss_fn: LossFn, batch: Any) -> Tensor:
     """The loss of a batch by Python, for autograd."""
     losses = loss_fn(privacy.engine.model, *batch)
     check_losses(losses, losses.size(0) if isinstance(losses, Tensor) and losses.dim() else 0)

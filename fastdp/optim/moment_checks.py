@@ -1,4 +1,4 @@
-"""What torch loads into an optimizer without a look at it: a parameter's moments, and the settings of groups.
+"""Checks of a loaded optimizer state that torch does not make: shapes of moments, and settings of parameter groups.
 
 torch finds out at the next step, whose noise is drawn by then, and counted.
 """

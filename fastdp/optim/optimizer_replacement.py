@@ -1,4 +1,4 @@
-"""A private optimizer for a model that has one already: it takes the other's place, and its history goes on from there.
+"""Puts a new private optimizer in the place of the one that a model has; its history continues that one's.
 
 A cell of a notebook that makes an optimizer is run again, with other settings perhaps. What the first optimizer spent
 stays spent: whether the data are the same is not known, so that the second one counts its steps, too. (Whoever knows
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..accounting.ledger import steps_in
+from ..accounting.runs import steps_in
 from ..distributed.world import processes
 from ..errors import AccountingError, OptimizerReplacedWarning
-from .private_step import Privacy
+from .private_step import PrivateStep
 from .public_batches import watch
 
 _DELTA = 1e-5  # of the epsilon that is said, where nobody has asked for another
@@ -27,14 +27,14 @@ _DELTA = 1e-5  # of the epsilon that is said, where nobody has asked for another
 class _Owner(NamedTuple):
     """Whose engine is on a model, and what the optimizer is called."""
 
-    privacy: weakref.ref[Privacy]
+    privacy: weakref.ref[PrivateStep]
     name: str
 
 
 _OWNERS = WeakIdKeyDictionary()  # {model: _Owner}
 
 
-def made(model: nn.Module, name: str, make: Callable[[], Privacy]) -> Privacy:
+def made(model: nn.Module, name: str, make: Callable[[], PrivateStep]) -> PrivateStep:
     """What `make` makes for the model, in the place of the optimizer that the model has, if there is one.
 
     Where `make` raises an error, that one goes on as before. Where it cannot be replaced (several processes, a model in
@@ -55,26 +55,27 @@ def made(model: nn.Module, name: str, make: Callable[[], Privacy]) -> Privacy:
                 carried = _carry(former, privacy)
                 warnings.warn(_note(former, former_name, name, carried), OptimizerReplacedWarning, stacklevel=4)
             except BaseException:  # where warnings are errors, the former goes on
-                privacy.end()
+                privacy.close()
                 raise
         privacy.stepped_on = former.stepped_on  # a second step on one batch is no sample of its own
-        former.end(by=name)
+        former.close(by=name)
     watch(privacy)
     _OWNERS[privacy.engine.model] = _Owner(weakref.ref(privacy), name)
     return privacy
 
 
-def _former_of(model: nn.Module) -> tuple[Privacy | None, str]:
+def _former_of(model: nn.Module) -> tuple[PrivateStep | None, str]:
     """The optimizer of this very model that can be replaced, and its name."""
     owner: Any = _OWNERS.get(model)
-    former: Privacy | None = None if owner is None else owner.privacy()
+    former: PrivateStep | None = None if owner is None else owner.privacy()
     if former is None or former.detached or former.engine.model is not model:
         return None, ""
-    apart = former.world.size > 1 or processes() > 1 or former.replica.shards is not None or former.waits is not None
+    in_parts = former.replica.shards is not None or former.deferred_setup is not None
+    apart = in_parts or former.world.size > 1 or processes() > 1
     return (None, "") if apart or former.ledger.in_file else (former, owner.name)
 
 
-def _carry(former: Privacy, privacy: Privacy) -> bool:
+def _carry(former: PrivateStep, privacy: PrivateStep) -> bool:
     """The steps of the former are counted; whether that could be."""
     if not former.ledger.spent:
         return True
@@ -86,13 +87,13 @@ def _carry(former: Privacy, privacy: Privacy) -> bool:
     privacy.ledger.draws = former.ledger.draws
     privacy.ledger.write_begun()
     privacy.missed.read(former.missed.state_dict())()
-    privacy.rate_check.go_on_from(former.rate_check)
+    privacy.rate_check.continue_from(former.rate_check)
     privacy.unit.grouped = former.unit.grouped
     privacy.set_dropped(former.nonfinite_samples)
     return True
 
 
-def _note(former: Privacy, before: str, name: str, carried: bool) -> str:
+def _note(former: PrivateStep, before: str, name: str, carried: bool) -> str:
     steps = steps_in(former.ledger.spent)
     begin = f"this {name} takes the place of the {before} that the model had"
     if not steps:
@@ -113,7 +114,7 @@ def _note(former: Privacy, before: str, name: str, carried: bool) -> str:
     )
 
 
-def _epsilon(former: Privacy) -> str:
+def _epsilon(former: PrivateStep) -> str:
     delta, rate = former.ledger.asked or (_DELTA, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said where epsilon is asked for

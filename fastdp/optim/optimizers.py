@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from ..errors import ParameterError
 from ..ops.clip import GAMMA
 from ..utils.keyword_arguments import declared, parameters_of
-from .adaptive_clipping import privacy_for
+from .adaptive_clipping import step_class_for
 from .clipping import ClippingFunction
-from .deferred_setup import wait
+from .deferred_setup import defer_setup
 from .optimizer_replacement import made
 from .option_checks import take_norms, take_views
 from .private_optimizer import PrivateOptimizer, base_of
-from .private_step import Privacy
+from .private_step import PrivateStep
 from .privatize import OF_PRIVACY
 
 
@@ -34,10 +34,10 @@ class _Constructed(PrivateOptimizer):
     """An optimizer that is made from a model: DPSGD(model, lr=..., noise_multiplier=..., ...).
 
     The signatures of the classes say what there is, and nothing else: `declared` hands on what was given. That they say
-    the same as `privatize` and torch's classes, defaults included, is tested (tests/training/test_options.py).
+    the same as `privatize` and torch's classes, defaults included, is tested (tests/optim/test_options.py).
     """
 
-    _kept_by: type[Privacy] = Privacy
+    _kept_by: type[PrivateStep] = PrivateStep
 
     def _make(self, model: nn.Module, lr: Any = None, params: Iterable[Any] | None = None, **options: Any) -> None:
         """What `__init__` does with what it was given."""
@@ -51,9 +51,9 @@ class _Constructed(PrivateOptimizer):
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
         super().__init__(chosen, **options)  # type: ignore[arg-type]
         self._privacy = made(
-            model, type(self).__name__, lambda: privacy_for(self._kept_by, private)(model, self._params(), **private)
+            model, type(self).__name__, lambda: step_class_for(self._kept_by, private)(model, self._params(), **private)
         )
-        wait(self._privacy, self._params)
+        defer_setup(self._privacy, self._params)
 
     def _base_parameters(self) -> dict[str, inspect.Parameter]:
         return parameters_of(base_of(self))

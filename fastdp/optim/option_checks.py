@@ -1,4 +1,4 @@
-"""Whether the options of a private optimizer are in range, and fit the loader that it trains on."""
+"""Checks of a private optimizer's options, and of whether they fit the loader that it trains on."""
 
 from __future__ import annotations
 

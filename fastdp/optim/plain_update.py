@@ -1,4 +1,4 @@
-"""The optimizer's own update by the fused operators, where they do what it asks for; of parts, too.
+"""Applies the fused update to an optimizer's parameters, also to the local shards of a sharded model.
 
 Of a sharded parameter the operators work on what lies on this process. The optimizer's state stays what torch makes of
 such a parameter (a DTensor with the same placement), so checkpoints of torch.distributed.checkpoint hold it.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..accounting import History
-from ..accounting.ledger import finite
+from ..accounting.runs import finite
 from ..data import loop_checks
 from ..distributed.world import refuse_several
 from ..engine import loss_tracking
@@ -20,8 +20,8 @@ from . import checkpoint, fused_update
 from .clipping import ClippingFunction
 from .option_checks import check_parameters
 from .plain_update import makes_state, unhooked, updated
-from .private_step import Privacy
-from .public_batches import Public
+from .private_step import PrivateStep
+from .public_batches import PublicBatches
 from .verification_record import warn_unverified
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     keeps what was accumulated.
     """
 
-    _privacy: Privacy
-    _public: Public | None = None  # once `public()` was called
+    _privacy: PrivateStep
+    _public: PublicBatches | None = None  # once `public()` was called
     _step_supports_amp_scaling = True  # makes a GradScaler come to step(), which refuses it
 
     # ------------------------------------------------------------------ the step
@@ -63,7 +63,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         with privacy.world.deciding():  # of several processes, none makes a step that another refuses
             return self._step(privacy, closure)
 
-    def _step(self, privacy: Privacy, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, privacy: PrivateStep, closure: Callable[[], Any] | None) -> Any:
         self._refuse_scaler(privacy)
         loop_checks.refuse_division()
         loss, early = None, privacy.pending()
@@ -93,7 +93,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 privacy.finish()
         return loss
 
-    def _refuse_scaler(self, privacy: Privacy) -> None:
+    def _refuse_scaler(self, privacy: PrivateStep) -> None:
         """A GradScaler leaves its scale on optimizers that say that they support it."""
         marks = [self.__dict__.pop(name, self) is not self for name in ("grad_scale", "found_inf")]
         if any(marks):
@@ -108,22 +108,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
             privacy.zero_grad()
         super().zero_grad(set_to_none=True)  # zeros would look like a gradient of autograd
 
-    def _attached(self) -> Privacy:
+    def _attached(self) -> PrivateStep:
         privacy = self._privacy_or_none()
         if privacy is None or privacy.detached:
             raise StepError(loop_checks.gone("" if privacy is None else privacy.replaced_by))
-        if privacy.waits is not None:
-            privacy.waits.look()
+        if privacy.deferred_setup is not None:
+            privacy.deferred_setup.look()
         return privacy
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _accounted(self) -> Privacy:
+    def _accounted(self) -> PrivateStep:
         """The privacy state of the run, also after `detach`."""
         return self._privacy_or_none() or self._attached()
 
-    def _privacy_or_none(self) -> Privacy | None:
+    def _privacy_or_none(self) -> PrivateStep | None:
         """None while the optimizer is made. Also that of an optimizer which this one passes unknown names on to."""
         return getattr(self, "_privacy", None)
 
@@ -145,7 +145,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         refuse_several(privacy.world, "optimizer.public()", "train on public batches before or after")
         privacy.replica.refuse_parts("optimizer.public()")
         if self._public is None:
-            self._public = Public(privacy)
+            self._public = PublicBatches(privacy)
         return self._public.within()
 
     @property
@@ -221,14 +221,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "The epsilon holds for a run without seed=.",
                 stacklevel=2,
             )
-        elif privacy.hand.seeded:
+        elif privacy.loader_batch.seeded:
             warnings.warn(
                 "the batches come from a loader with seed=, which is for experiments: whoever knows it knows which "
                 "records are in them. The epsilon holds for a run without seed=.",
                 stacklevel=2,
             )
         warn_unverified(privacy.engine.model)
-        privacy.missed.asked = True
         privacy.missed.warn()
         privacy.ledger.warn()
         return privacy.epsilon(delta, sample_rate)
@@ -356,7 +355,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Remove the engine from the model, which is then unchanged except for the trained weights."""
         privacy = self._privacy_or_none()
         if privacy is not None and not privacy.detached:
-            privacy.end()
+            privacy.close()
 
     # ------------------------------------------------------------------ torch's own
 
@@ -383,7 +382,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = self._privacy_or_none()
         if privacy is not None:
             found["fastdp"] = checkpoint.state_of(privacy)
-            checkpoint.ride_along(found)
+            checkpoint.embed_record(found)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

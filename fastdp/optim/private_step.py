@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, check_options, warn_of_delta
-from ..accounting.ledger import Ledger, finite
+from ..accounting.ledger import Ledger
+from ..accounting.runs import finite
 from ..accounting.used_draws import Place
 from ..batch_axis.batch_groups import Unit
 from ..batch_axis.deferred_checks import AwaitedChecks, DeferredCheck, withhold
 from ..data import loader, loop_checks
-from ..data.loader_batch import Hand
-from ..data.sample_rates import Rate
-from ..data.skipped_batches import Missed
+from ..data.loader_batch import LoaderBatch
+from ..data.sample_rates import RateCheck
+from ..data.skipped_batches import SkippedBatches
 from ..distributed.fingerprints import mark
 from ..distributed.frameworks import check_frameworks
 from ..distributed.wrappers import Replica, check_samples, world_for
@@ -31,20 +32,20 @@ from ..ops.clip import GAMMA
 from ..ops.noise import Noise
 from ..utils import allocator
 from . import distributed_step
-from .clip_groups import Members
+from .clip_groups import ClipGroups
 from .clipping import Clipping, ClippingFunction, refuse_own_norms
-from .distributed_step import first_step_of
+from .distributed_step import weights_mark
 from .fused_update import Release
 from .option_checks import of_loader
 from .tensor_parallel_sums import sums_of
 
 
-class Privacy:
+class PrivateStep:
     """What an optimizer adds to its own update rule. The arguments are those of `fastdp.privatize`."""
 
     _of_loader = staticmethod(of_loader)
     mechanism: Any = None  # of `fastdp.mechanisms`, with a state of its own: "name", `state()`, `read(state)`
-    quantile: Any = None  # that the clipping norm follows: `adaptive.Quantile`
+    quantile: Any = None  # that the clipping norm follows: `adaptive_clipping.Quantile`
     reads_later = True  # what a device knows of a step, where nothing but sums with factors is released
     noise_std = 0.0  # on an element of the last step's sum: R may have moved since
 
@@ -73,8 +74,8 @@ class Privacy:
     ) -> None:
         check_frameworks(model)
         self.world = world_for(model, process_group, mesh)
-        self._place, self._truncation, self._drawn = ("", 0, 0), 0.0, list[Place]()  # of the loaders, at the last step
-        self.waits: Any = None  # for a framework that lays the model in parts: `waiting.Waiting`
+        self._loader_position, self._truncation, self._drawn = ("", 0, 0), 0.0, list[Place]()  # at the last step
+        self.deferred_setup: Any = None  # for a framework that lays the model in parts: `deferred_setup`
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
             self.noise_multiplier, self.accountant = finite(noise_multiplier), check_accountant(accountant)
@@ -93,15 +94,15 @@ class Privacy:
                 self.unit = Unit()
                 self.replica.check_others(self.engine)
                 shared = (self.engine, self.noise, self.ledger)
-                distributed_step.begin(self.world, self.replica, *shared, ledger, self._settings)
+                distributed_step.agree_on_setup(self.world, self.replica, *shared, ledger, self._settings)
             except Exception:
                 self.ledger.close()
-                self.take_off()
+                self.detach()
                 raise
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
         self.norms: Tensor | dict[str, Tensor] | None = None
-        self.hand = Hand()
+        self.loader_batch = LoaderBatch()
         self._plan: Plan | None = None
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
         self._fresh: Tensor | int = 0  # the same, of this process since the last step
@@ -111,10 +112,10 @@ class Privacy:
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self.replaced_by = ""  # another optimizer of the same model
-        self.rate_check, self._awaited = Rate(), AwaitedChecks()  # (of what a device is to tell of earlier steps)
+        self.rate_check, self._awaited = RateCheck(), AwaitedChecks()  # (of what a device is to tell of earlier steps)
         self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
-        self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
-        self.missed = Missed(self.replica.module)
+        self.release_hook: Callable[[Release], None] | None = None  # called before the noise; no step if it raises
+        self.missed = SkippedBatches(self.replica.module)
         self.missed.refused = self.world.refuse
         self.listen()
         self.discard()
@@ -127,18 +128,18 @@ class Privacy:
             self.replica.module, params, on_backward=self.clip, shards=shards, **self._of_engine
         )
 
-    def take_off(self) -> None:
+    def detach(self) -> None:
         """Take the engine off the model."""
-        if self.waits is not None:
-            self.waits.end()
+        if self.deferred_setup is not None:
+            self.deferred_setup.cancel()
         if hasattr(self, "engine"):
             self.engine.detach()
         if hasattr(self, "replica"):
             self.replica.restore()
 
-    def end(self, by: str = "") -> None:
+    def close(self, by: str = "") -> None:
         """Train the model no more; by: what does so now. What was spent stays spent."""
-        self.take_off()
+        self.detach()
         self.discard()
         self.ledger.close()
         self.detached, self.replaced_by = True, by or self.replaced_by
@@ -147,9 +148,9 @@ class Privacy:
     def listen(self) -> None:
         """Hear of what happens in the engine, which was attached."""
         self.engine.watch(self.replica.begins, self.replica.refused, self.replica.broken)
-        self.ledger.enrol(self.engine.named_parameters().values(), self.engine.model)
-        self.engine.whose.batch_in_hand = self.hand.of_forward
-        self._members = Members(self._clipping_now, self.hand)
+        self.ledger.register(self.engine.named_parameters().values(), self.engine.model)
+        self.engine.whose.batch_in_hand = self.loader_batch.of_forward
+        self._members = ClipGroups(self._clipping_now, self.loader_batch)
         if self.replica.shards is None:  # else sums wait for those of other processes
             self.engine.clip_by_group(self._members)
 
@@ -164,9 +165,9 @@ class Privacy:
 
     def clip(self, gradients: Gradients) -> None:
         """Take the gradients of a backward: their clipped sums wait for the step."""
-        literal_in_code, records = self.hand.literal_in_code, 0 if self.hand.literal_in_code else gradients.records
-        if not literal_in_code:
-            self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
+        stands_in, records = self.loader_batch.stands_in, 0 if self.loader_batch.stands_in else gradients.records
+        if not stands_in:
+            self.unit.take(gradients.people, begun=self.busy or self.ledger.begun)
         self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
@@ -174,7 +175,7 @@ class Privacy:
         self._members.check(gradients.taken)
         self.sums.begin(gradients, members, {"backward": self._backwards, "of step": self.noise.step})
         norm_sq = self.sums.norm_sq(gradients, members)
-        if literal_in_code:
+        if stands_in:
             factors, norm_sq = [torch.zeros_like(n, dtype=torch.float32) for n in norm_sq], [n[:0] for n in norm_sq]
         else:
             factors = self.sums.factors(self.clipping, norm_sq)
@@ -209,7 +210,7 @@ class Privacy:
         self.replica.check()
         check_samples(self.world)
         self.replica.check_others(self.engine)
-        current = self.hand.current()
+        current = self.loader_batch.current()
         if current is None:
             if self.world.share[1] == 1:
                 self.rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
@@ -228,8 +229,8 @@ class Privacy:
         if self._has_pending and number != self._backward_of:
             raise StepError(loop_checks.UNSTEPPED)
         loop_checks.check_skipped(current)
-        literal_in_code = self.hand.literal_in_code
-        records, people = (0, current.people) if literal_in_code else (gradients.records, gradients.people)
+        stands_in = self.loader_batch.stands_in
+        records, people = (0, current.people) if stands_in else (gradients.records, gradients.people)
         loop_checks.check_whole(current, records, people)
         if number in (self._backward_of, self.stepped_on):
             raise StepError(loop_checks.AGAIN)
@@ -247,7 +248,7 @@ class Privacy:
     def _regroup(self, named: dict[str, Tensor]) -> None:
         """Other parameters are trained than before."""
         self.clipping = self.clipping.changed(named)
-        self.ledger.enrol(named.values(), self.engine.model)
+        self.ledger.register(named.values(), self.engine.model)
 
     def pending(self) -> range:
         """Numbers of the backwards that no step has taken."""
@@ -269,7 +270,7 @@ class Privacy:
 
     def ready(self) -> bool:
         """Take the gradients at hand; True where the logical batch is complete. Checks first, then takes."""
-        current, rate, expected = self.hand.current(), self.sample_rate, self.expected_batch_size
+        current, rate, expected = self.loader_batch.current(), self.sample_rate, self.expected_batch_size
         if current is not None:
             loop_checks.check_skipped(current)
             loop_checks.check_share(current, *self.world.share)
@@ -291,11 +292,11 @@ class Privacy:
         self.unit.forget()
         self._rate, self._expected, self._sums_of = rate, expected, logical
         self._truncation = 0.0 if current is None else current.truncation
-        self._place = ("", 0, 0) if current is None else current.place
+        self._loader_position = ("", 0, 0) if current is None else current.place
         if current is not None:
             self.stepped_on = (current.logical, current.physical)
             loader.train(current, self.missed, stepped=True)
-        self._drawn = [p for p in (self._place, *(taken.places[n] for taken, n in self._taken)) if p[0]]
+        self._drawn = [p for p in (self._loader_position, *(taken.places[n] for taken, n in self._taken)) if p[0]]
         while self._taken:
             self.missed.take(self._taken.pop())
         return current is None or current.final
@@ -322,8 +323,8 @@ class Privacy:
         self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
         self.noise_std = self._gradient_noise() * self.clipping.sensitivity
         release = self.sums.release(sums, places, self.noise, self.noise_std, 1 / divisor)
-        if self.witness is not None:
-            self.witness(release)
+        if self.release_hook is not None:
+            self.release_hook(release)
         return release
 
     def _gradient_noise(self) -> float:
@@ -331,21 +332,21 @@ class Privacy:
 
     def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums over all processes, which agree on the step."""
-        draws, pass_, step = self._place
+        draws, pass_, step = self._loader_position
         said = {
             "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
             "step of the pass": step, "key": mark("noise", self.noise.key), "history": mark(self.ledger.spent),
             "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
-            **self._settings(), "weights": "" if self._released else first_step_of(self, self.engine.model),
+            **self._settings(), "weights": "" if self._released else weights_mark(self, self.engine.model),
         }  # fmt: skip
         shares, device = self.sums.shares(sums), self.engine.parameters()[0].device
         look = None if self._released else self.replica.check_copies
-        found, self._fresh, records = distributed_step.summed(
+        found, self._fresh, records = distributed_step.reduce_sums(
             self.world, shares, self._fresh, device, self._records, said, look
         )
         sums = self.sums.settled(sums | found)
-        if self.sample_rate is not None and not draws and not self.ledger.history:
-            self.rate_check.judge(self.sample_rate, records, self.expected_batch_size)
+        if self.sample_rate is not None and not draws and not self.ledger.begun:
+            self.rate_check.check_size(self.sample_rate, records, self.expected_batch_size)
         return sums
 
     def _settings(self) -> dict[str, Any]:

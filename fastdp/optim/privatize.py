@@ -15,15 +15,15 @@ from ..errors import ParameterError
 from ..ops.clip import GAMMA
 from ..utils.keyword_arguments import named
 from . import checkpoint
-from .adaptive_clipping import OPTIONS, privacy_for
+from .adaptive_clipping import OPTIONS, step_class_for
 from .clipping import ClippingFunction
-from .deferred_setup import wait
+from .deferred_setup import defer_setup
 from .optimizer_replacement import made
 from .option_checks import take_norms, take_views
 from .private_optimizer import PrivateOptimizer
-from .private_step import Privacy
+from .private_step import PrivateStep
 
-OF_PRIVACY = [*inspect.getfullargspec(Privacy.__init__).kwonlyargs, *OPTIONS]
+OF_PRIVACY = [*inspect.getfullargspec(PrivateStep.__init__).kwonlyargs, *OPTIONS]
 
 _CLASSES: dict[type, type[PrivateOptimizer]] = {}
 
@@ -128,7 +128,7 @@ def privatize(
     if step is not None and not scheduled:
         raise ParameterError("the optimizer's step was replaced by hand; make it private before that")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    carried = checkpoint.carried_by({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    carried = checkpoint.record_in({"state": optimizer.state, "param_groups": optimizer.param_groups})
     given: dict[str, Any] = {
         "clipping": clipping, "batch_size": batch_size, "augmentations": augmentations,
         "target_quantile": target_quantile, "quantile_rate": quantile_rate, "count_noise": count_noise,
@@ -136,29 +136,29 @@ def privatize(
     }  # fmt: skip
     take_views(given, loss_reduction)
 
-    def make() -> Privacy:
-        privacy = privacy_for(Privacy, given)(
+    def make() -> PrivateStep:
+        privacy = step_class_for(PrivateStep, given)(
             model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, style=style,
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
             accountant=accountant, gamma=gamma, batch_first=batch_first, memory_budget=memory_budget, seed=seed,
             process_group=process_group, mesh=mesh, ledger=ledger, **given,
         )  # fmt: skip
         try:
-            checkpoint.go_on(privacy, carried)
+            checkpoint.continue_from(privacy, carried)
         except Exception:
-            privacy.take_off()
+            privacy.detach()
             privacy.ledger.close()
             raise
         return privacy
 
     kind = _private_class(type(optimizer))
     privacy = made(model, kind.__name__, make)
-    checkpoint.put_off(optimizer.param_groups)
+    checkpoint.drop_record(optimizer.param_groups)
     optimizer.__class__ = kind
     assert isinstance(optimizer, PrivateOptimizer)
     optimizer._patch_step_function()
     optimizer._privacy = privacy
-    wait(privacy, optimizer._params)
+    defer_setup(privacy, optimizer._params)
     if scheduled:
         _rewrap_for_schedulers(optimizer)
     return optimizer

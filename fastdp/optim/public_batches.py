@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import StepError
 from .fused_update import Release
-from .private_step import Privacy
+from .private_step import PrivateStep
 
 _TRAINED_NOTHING = (
     "{name}.step() found no gradient of {n} parameter(s) that a private optimizer trains: backward keeps its samples' "
@@ -46,10 +46,10 @@ class _Left(NamedTuple):
         return self.parameter._version != self.weights
 
 
-class Public:
+class PublicBatches:
     """The public gradients that wait for a private optimizer's step."""
 
-    def __init__(self, privacy: Privacy) -> None:
+    def __init__(self, privacy: PrivateStep) -> None:
         self._privacy = privacy
         self._left: list[_Left] = []
         self._taken: dict[int, Tensor] = {}  # by the logical batch's steps so far, by the parameter's id
@@ -79,7 +79,7 @@ class Public:
             self._privacy.engine.note_grads()
 
     def ready(self) -> bool:
-        """As `Privacy.ready`: a step takes the gradients at hand."""
+        """As `PrivateStep.ready`: a step takes the gradients at hand."""
         self._check()
         complete = self._privacy.ready()
         if self._beside is not self._privacy._sums:  # a new one for every logical batch
@@ -102,7 +102,7 @@ class Public:
             raise StepError(_WRITTEN)
 
     def release(self) -> Release:
-        """As `Privacy.release`, with the public gradients in what is made of the sums."""
+        """As `PrivateStep.release`, with the public gradients in what is made of the sums."""
         release = self._privacy.release()
         for key, gradient in self._taken.items():
             if (total := release.sums.get(key)) is not None:
@@ -116,12 +116,12 @@ def _any(gradient: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------ an ordinary step outside of `public()`
 
-_PRIVATE: weakref.WeakSet[Privacy] = weakref.WeakSet()
+_PRIVATE: weakref.WeakSet[PrivateStep] = weakref.WeakSet()
 _HOOKS: list[Any] = []
 _STEPS = [0]  # of ordinary optimizers so far
 
 
-def watch(privacy: Privacy) -> None:
+def watch(privacy: PrivateStep) -> None:
     """Look at the steps of ordinary optimizers, from now on."""
     _PRIVATE.add(privacy)
     if not _HOOKS:

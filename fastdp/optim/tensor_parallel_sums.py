@@ -22,7 +22,7 @@ from ..distributed.world import World
 from ..engine.gradients import Gradients
 from ..errors import StepError
 from ..ops.noise import Noise
-from .clipped_sums import Members, ShardedSums, Share, Sums, with_wholes
+from .clipped_sums import GroupParameters, ShardedSums, Share, Sums, with_wholes
 from .fused_update import Release
 
 _ALIKE = 1e-8  # of squared relative differences of norms, which are float64
@@ -42,10 +42,10 @@ class TensorSums(Sums):
         self._split, self._inner, self._world = split, inner, world
         self._differ: dict[str, Tensor | bool] = {}  # what was found not to be the same, since the last step
 
-    def begin(self, gradients: Gradients, members: Members, said: Mapping[str, object]) -> None:
+    def begin(self, gradients: Gradients, members: GroupParameters, said: Mapping[str, object]) -> None:
         self._inner.begin(gradients, members, said)
 
-    def norm_sq(self, gradients: Gradients, members: Members) -> list[Tensor]:
+    def norm_sq(self, gradients: Gradients, members: GroupParameters) -> list[Tensor]:
         split = [[p for p in group if not self._split.is_copied(p)] for group in members]
         copied = [[p for p in group if self._split.is_copied(p)] for group in members]
         found = torch.stack(self._inner.norm_sq(gradients, [*split, *copied]))  # [2 groups, B]
@@ -64,7 +64,9 @@ class TensorSums(Sums):
     def _note(self, what: str, differ: Tensor) -> None:
         self._differ[what] = self._differ.get(what, False) | differ
 
-    def clipped(self, gradients: Gradients, members: Members, factors: Sequence[Tensor]) -> list[dict[int, Tensor]]:
+    def clipped(
+        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor]
+    ) -> list[dict[int, Tensor]]:
         return self._inner.clipped(gradients, members, factors)
 
     def held(

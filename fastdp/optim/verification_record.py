@@ -1,4 +1,4 @@
-"""Which models `fastdp.verify` has found right: a note that who states an epsilon may ask for."""
+"""Records which models `fastdp.verify` has passed."""
 
 from __future__ import annotations
 

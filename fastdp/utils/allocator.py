@@ -1,4 +1,4 @@
-"""What a step frees on the CPU is there for the next one: glibc would else give it back to the system.
+"""Keeps memory that a step on the CPU frees for the next step: glibc would else give it back to the system.
 
 glibc gives back what is free at the end of its heap as soon as that is more than twice the largest block that was
 freed, 64 MiB at most. A step frees more than that, so a part of its memory is made and zeroed anew in the next. It is

@@ -1,4 +1,4 @@
-"""Files of lines, each of which is on the disk, whole, before its writer goes on.
+"""Append-only log files: each line has a checksum, and is on the disk before its writer goes on.
 
 A line is JSON behind its checksum. A last line without its end was never synced, so nothing has followed from it.
 """

@@ -1,4 +1,4 @@
-"""What was found out once and is kept: by a key, up to a number of them, then all are found anew."""
+"""A bounded cache that is cleared when full."""
 
 from __future__ import annotations
 

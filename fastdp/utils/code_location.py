@@ -1,4 +1,4 @@
-"""Whose code a frame runs: torch's, fastdp's or the user's, by the folder of its file."""
+"""Tells torch's, fastdp's and the user's frames on the stack apart, by the folder of their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, numbers and times as the command says them."""
+"""Formats names, numbers, sizes and durations for messages."""
 
 from __future__ import annotations
 

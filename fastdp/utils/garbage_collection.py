@@ -1,4 +1,4 @@
-"""Python's garbage collector, from a forward to the end of its backward.
+"""Raises the threshold of Python's garbage collector from a forward to the end of its backward.
 
 A forward makes many small objects, which all live until its backward. The collector would look at them again and again,
 and after some steps at all objects of the process: a fifth of the time of a step whose kernels are small. So until

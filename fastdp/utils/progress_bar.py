@@ -1,4 +1,4 @@
-"""The bar of a command that people wait for: one line on a terminal, with what is done and the time that is left."""
+"""A progress bar for commands: one line on a terminal, with what is done and the time that is left."""
 
 from __future__ import annotations
 

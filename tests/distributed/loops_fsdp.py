@@ -57,7 +57,7 @@ def accelerated_parts(rank: int, world: int) -> Found:
                 if private.stepped:
                     schedule.step()
                 optimizer.zero_grad()
-    assert (private._privacy.replica.shards is not None) == (world > 1) and private._privacy.waits is None
+    assert (private._privacy.replica.shards is not None) == (world > 1) and private._privacy.deferred_setup is None
     result = found(model, private.history, private.epsilon(1e-3))
     private.detach()
     return result

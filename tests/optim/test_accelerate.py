@@ -89,16 +89,6 @@ def test_made_private_after_prepare(accelerator):
     truth.assert_equal(model)
 
 
-def test_a_schedule_steps_once_a_logical_batch(accelerator):
-    prepared, model = accelerator(), network()
-    private = fastdp.DPAdamW(model, lr=0.1, noise_multiplier=1.0)
-    model, optimizer, loader, schedule = prepared.prepare(
-        model, private, loader_of(steps=3), torch.optim.lr_scheduler.ExponentialLR(private, 0.5)
-    )
-    train(prepared, model, optimizer, loader, schedule, private=private)
-    assert schedule.get_last_lr() == [pytest.approx(0.1 / 8)]
-
-
 def test_bf16(accelerator):
     """Norms are those of the same forward under autocast, one sample at a time."""
     prepared, model = accelerator(mixed_precision="bf16"), network()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import fastdp
-from fastdp.errors import BatchLayoutError, GraphError, StepError, VerificationError
+from fastdp.errors import BatchLayoutError, GraphError, StepError
 
 from ..by_hand import network, records
 
@@ -135,21 +135,3 @@ def test_rows_that_are_no_whole_samples_are_refused_with_what_to_give():
     with pytest.raises(BatchLayoutError, match=r"7 rows, .* by augmentations=.*repeat_interleave\(3, 0\)"):
         F.cross_entropy(model(x), y).backward()
     assert optimizer.history == []
-
-
-def test_views_in_the_wrong_order_are_found_by_verify():
-    x, y = records()[:8]
-
-    def repeated(model, batch):
-        x, y = batch
-        return F.cross_entropy(model(x.repeat(K, 1)), y.repeat(K))
-
-    def right(model, batch):
-        x, y = batch
-        return F.cross_entropy(model(x.repeat_interleave(K, 0)), y.repeat_interleave(K))
-
-    assert fastdp.verify(network(), right, (x, y), rows_per_sample=K)
-    with pytest.raises(VerificationError):
-        fastdp.verify(network(), repeated, (x, y), rows_per_sample=K)
-    with pytest.raises(TypeError, match="'augmentations': it is called rows_per_sample here"):
-        fastdp.verify(network(), right, (x, y), augmentations=K)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import GraphError, ParameterError, StepError
+from fastdp.errors import GraphError, StepError
 
 B = 6
 
@@ -39,6 +39,15 @@ class Net(nn.Module):
             h = h + self.shift
         self.seen = (h.detach(), len(x))
         return self.b(h) + self.c(h)
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
 
 
 class Other(Net):
@@ -85,7 +94,9 @@ CHANGES = {
     "an entry of a list": lambda m: m.entries.__setitem__(1, 2.0),
     "a tensor": setter("weights", torch.tensor([1.0, 2.0, 3.0, 4.0])), "a buffer": setter("shift", torch.ones(4)),
     "a bias": with_bias, "the strides": transposed, "the class": setter("__class__", Other),
-    "the forward": changed_forward,
+    "the forward": changed_forward, "what is trained": lambda m: m.a.weight.requires_grad_(False),
+    "the mode": lambda m: m.drop.eval(), "the rate of dropout": lambda m: setattr(m.drop, "p", 0.0),
+    "a module": setter("drop", nn.Tanh()), "a hook": lambda m: m.a.register_forward_hook(lambda *given: given[2] * 2),
 }  # fmt: skip
 
 
@@ -93,10 +104,11 @@ CHANGES = {
 def test_what_changes_is_replayed_as_python_does_it(name: str) -> None:
     found = []
     for graphed in (False, True):
-        model: Any = Net()
+        model: Any = Dropping()
         optimizer = private(model)
         step = optimizer.graphed(losses, data()) if graphed else None
         for number in range(4):
+            torch.manual_seed(number)
             if number == 2:
                 CHANGES[name](model)
             if step is not None:
@@ -109,30 +121,6 @@ def test_what_changes_is_replayed_as_python_does_it(name: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
-def test_a_number_in_the_memory_of_another() -> None:
-    """What guards compare by identity must be kept alive, or another object gets its address."""
-    model: Any = Net()
-    optimizer = private(model)
-    step = optimizer.graphed(losses, data())
-    model.factor = float("1.0")
-    step(*data())  # an equal number: nothing changed
-    address = id(model.factor)
-    model.factor = 0.5
-    tried = []
-    for k in range(1000):
-        tried.append(float(f"2.{k}"))
-        if id(tried[-1]) == address:
-            break
-    model.factor = tried[-1]
-    known = Net()
-    known.load_state_dict(model.state_dict())
-    known.factor = tried[-1]
-    eager = private(known)
-    losses(known, *data()).mean().backward()
-    step.backward(*data())
-    torch.testing.assert_close(optimizer._privacy.norms, eager._privacy.norms, rtol=1e-4, atol=1e-6)
-
-
 def test_states_that_come_again_are_not_recorded_again() -> None:
     model: Any = Net()
     step = private(model).graphed(losses, data())
@@ -141,33 +129,7 @@ def test_states_that_come_again_are_not_recorded_again() -> None:
         with torch.no_grad():
             model(data(9)[0])  # an evaluation, of another length
         step(*data(seed=number))
-    assert len(step._known) == 2 and (step.replayed, step.eager) == (30, 0)
-
-
-def test_hooks_on_gradients_are_seen() -> None:
-    model = Net()
-    step = private(model).graphed(losses, data())
-    model.b.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(ParameterError, match="hooks on their gradients"):
-        step(*data())
-
-
-@pytest.mark.parametrize("kind", ["a number", "a list"])
-def test_counters_are_refused(kind: str) -> None:
-    class Counting(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.n, self.calls = 0, list[int]()
-
-        def forward(self, x: Tensor) -> Tensor:
-            if kind == "a number":
-                self.n += 1
-            else:
-                self.calls.append(1)
-            return super().forward(x) * (2.0 if max(self.n, len(self.calls)) > 12 else 1.0)
-
-    with pytest.raises(GraphError, match="changes its '(n|calls)' each time"):
-        private(Counting()).graphed(losses, data())
+    assert (step.replayed, step.eager) == (30, 0)  # more than eight recordings would be refused
 
 
 SIZES = {
@@ -224,18 +186,6 @@ def test_constants_as_long_as_the_batch() -> None:
         assert step.replayed == 1
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_of_the_samples_all_the_same(cut: bool) -> None:
-    """A tensor of one number for each sample, which another batch has others of; also cut to the batch's size."""
-    per_sample = torch.arange(4.0 if not cut else 8.0)[: 8 if cut else 4]
-
-    def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return losses(model, x, y) * (per_sample[: len(x)] if cut else per_sample)
-
-    with pytest.raises(GraphError, match="neither of its batch nor made of it"):
-        private(Net()).graphed(weighted, data(8 if cut else 4))
-
-
 def test_weights_among_the_arguments() -> None:
     def weighted(model: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y, weight=weight, reduction="none")
@@ -247,28 +197,6 @@ def test_weights_among_the_arguments() -> None:
     assert (step.replayed, step.eager) == (5, 1)
     with pytest.raises(GraphError, match="give an example of another size"):
         private(Net()).graphed(weighted, (*data(3), weights), sizes=(8,))
-
-
-def test_classes_one_hot_and_a_batch_that_is_a_permutation() -> None:
-    def hot(model: nn.Module, x: Tensor, y: Tensor, order: Tensor) -> Tensor:
-        back = torch.argsort(order)
-        wanted = F.one_hot(y[order], 1000)[back][:, :3].float()
-        return F.cross_entropy(model(x), wanted, reduction="none")
-
-    model, known = Net(), Net()
-    optimizer, eager = private(model), private(known)
-    step = optimizer.graphed(lambda m, x, y: F.cross_entropy(m(x), F.one_hot(y, 1000)[:, :3].float(), reduction="none"),
-                             data())  # fmt: skip
-    for number in range(3):
-        step(*data(seed=number))
-        x, y = data(seed=number)
-        F.cross_entropy(known(x), F.one_hot(y, 1000)[:, :3].float()).backward()
-        torch.testing.assert_close(optimizer._privacy.norms, eager._privacy.norms, rtol=1e-5, atol=1e-6)
-        eager.step()
-        eager.zero_grad()
-    assert (step.replayed, step.eager) == (3, 0)
-    with pytest.raises((RuntimeError, ValueError), match="index|class"):
-        step(data()[0], torch.full((B,), 1000))
 
 
 def test_dicts_in_any_order() -> None:

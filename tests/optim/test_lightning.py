@@ -86,9 +86,10 @@ def trainer_of(tmp_path, package=lightning, **options):
 # --------------------------------------------------------------------------- the update
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("package, manual, limit", [
+    ("lightning.pytorch", False, 4), ("lightning.pytorch", True, None), ("lightning.pytorch", True, 4),
+    ("pytorch_lightning", False, None),
+])  # fmt: skip
 def test_the_update_is_the_truth(tmp_path, package, manual, limit):
     """One noised step a logical batch over two epochs, with validation (and its sanity check) between."""
     package = pytest.importorskip(package)

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 import fastdp
 
 from ..by_hand import EXPECTED, Loop, network, records
-from .test_misuse import Q, backward, loader_of, sgd
+from ..data.test_loop_checks import Q, backward, loader_of, sgd
 
 SCHEDULES = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),

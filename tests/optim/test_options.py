@@ -20,8 +20,8 @@ import torch
 import fastdp
 from fastdp.errors import AccountingError, ClippingError, ParameterError, StepError
 from fastdp.mechanisms import DPFTRL, ftrl_loader
-from fastdp.optim.adaptive_clipping import OPTIONS, AdaptivePrivacy
-from fastdp.optim.private_step import Privacy
+from fastdp.optim.adaptive_clipping import OPTIONS, AdaptiveStep
+from fastdp.optim.private_step import PrivateStep
 
 from ..runs import model_of, steps
 
@@ -53,8 +53,8 @@ def test_the_options_of_privatize_are_those_that_there_are():
     found = keywords(fastdp.privatize)
     assert found.pop("norms").default == "exact" and found.pop("augmentations").default == 1
     adaptive = {name: found.pop(name) for name in OPTIONS}
-    assert found == keywords(Privacy.__init__)
-    assert {*adaptive} <= {*keywords(AdaptivePrivacy.__init__)} and all(p.default is None for p in adaptive.values())
+    assert found == keywords(PrivateStep.__init__)
+    assert {*adaptive} <= {*keywords(AdaptiveStep.__init__)} and all(p.default is None for p in adaptive.values())
 
 
 @each

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.errors import FastDPError, StepError
+from fastdp.errors import StepError
 
-from .test_optim import backward, data, model_of
+from ..runs import backward, data, model_of
 
 STEPS = 6
 
@@ -109,21 +109,6 @@ def test_states_of_other_things_are_refused():
         with pytest.raises(ValueError):
             optimizer.load_noise_state(state)
     assert optimizer.noise_state()["key"] not in str(optimizer.state_dict()).encode()
-
-
-@pytest.mark.parametrize("name, value", [
-    ("noise_multiplier", float("nan")), ("noise_multiplier", -1.0), ("noise_multiplier", float("inf")),
-    ("history", [(-1.0, 0.5, 3)]), ("history", [(1.0, 1.5, 3)]), ("history", [(1.0, 0.5, -3)]), ("max_grad_norm", -1.0),
-])  # fmt: skip
-def test_a_damaged_state_changes_nothing(name, value):
-    optimizer = optimizer_of(model_of())
-    before = optimizer.state_dict()["fastdp"]
-    state = copy.deepcopy(optimizer.state_dict())
-    state["fastdp"] |= {"missed": {"skipped": 5, "passes": 2}, name: value}
-    with pytest.raises((FastDPError, ValueError)):
-        optimizer.load_state_dict(state)
-    assert optimizer.state_dict()["fastdp"] == before
-    optimizer.detach()
 
 
 def test_without_the_key_the_noise_is_new():

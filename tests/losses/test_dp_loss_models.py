@@ -16,14 +16,13 @@ from fastdp.losses import DPLoss
 from .test_dp_loss import cnn, images
 
 
-@pytest.mark.parametrize("kind", ["hooks", "functorch", "ew"])
 @pytest.mark.parametrize("wrapped_first", [True, False])
-def test_opacus_sees_the_same_gradients(kind, wrapped_first):
+def test_opacus_sees_the_same_gradients(wrapped_first):
     from opacus.grad_sample import wrap_model
 
     (x, y), model, alone = images(), cnn(), cnn()
     loss = None if wrapped_first else DPLoss(model, threshold=0.5, beta=20.0)
-    wrapped = wrap_model(model, grad_sample_mode=kind)
+    wrapped = wrap_model(model, grad_sample_mode="hooks")
     loss = loss or DPLoss(wrapped, threshold=0.5, beta=20.0)
     loss(wrapped(x), y).backward()
     single = DPLoss(alone, threshold=0.5, beta=20.0)

@@ -86,7 +86,7 @@ def test_the_epsilon_is_of_persons() -> None:
         optimizer.zero_grad()
     assert optimizer.history == [(2.0, 1 / PERSONS, 3)] and optimizer.unit == "group"
     twin = fastdp.DPSGD(nn.Linear(1, 1), lr=0.1, noise_multiplier=2.0)
-    twin._privacy.ledger.history = [(2.0, 0.25, 3)]
+    twin._privacy.ledger.begin([(2.0, 0.25, 3)])
     assert optimizer.epsilon(1e-5) == twin.epsilon(1e-5)
     assert "each of 4 groups of 12 records (at most 5 each a step) with probability 0.25" in repr(loader)
     assert "12 records with probability" in repr(fastdp.poisson_loader(table(), sample_rate=0.5))
@@ -250,26 +250,6 @@ def test_a_run_by_person_is_taken_up_exactly(workers: int) -> None:
     assert again == handed[place:] and len(weights) == 3
     assert all(torch.equal(a, b) for a, b in zip(weights, whole[3:], strict=True))
     assert optimizer.history == [(1.0, 0.4, 6)] and optimizer.unit == "group"
-
-
-def test_a_step_without_persons_is_a_step_of_noise() -> None:
-    model, optimizer, loader = run(steps=40)
-    empty = 0
-    for records, _ in loader:
-        empty += not len(records)
-        model(records.float().unsqueeze(1)).square().sum(1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert empty and optimizer.history == [(1.0, 0.4, 40)]
-    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
-
-
-def test_the_engine_alone_knows_the_persons() -> None:
-    model = nn.Linear(1, 2)
-    engine = fastdp.PerSampleGradients(model)
-    for records, keys in fastdp.poisson_loader(table(), sample_rate=1.0, group_by=KEYS, steps=1):
-        model(records.float().unsqueeze(1)).square().sum(1).mean().backward()
-        assert engine.norms().shape == (len(keys.unique()),) == (PERSONS,)
 
 
 def test_what_is_said_twice_or_of_another_batch_is_refused() -> None:

@@ -259,17 +259,9 @@ def sorted_by_value_and_masked(batch: list[list[int]]) -> Any:
     return masked([text[:2] for text in sorted(batch, key=lambda text: text[0])])
 
 
-def words_masked(batch: list[list[int]]) -> Any:
-    return padded([[49 if random.random() < 0.3 else word for word in text] for text in batch])
-
-
 def words_of_one_masked(batch: list[list[int]]) -> Any:
     """As many draws as a text asks for: those after it have others."""
     return padded([[49 if word % 2 and random.random() < 0.5 else word for word in text] for text in batch])
-
-
-def places(batch: list[list[int]]) -> Any:
-    return padded(batch), torch.arange(len(batch))
 
 
 class Counting:
@@ -291,10 +283,6 @@ def time_first(batch: list[list[int]]) -> Any:
     return F.pad(padded(batch), (0, 12))[:, :12].T.contiguous()
 
 
-def images(batch: list[list[int]]) -> Any:
-    return [torch.tensor(text[:2])[:, None].repeat(1, 3).T for text in batch]  # 3 channels
-
-
 def graphs(batch: list[list[int]]) -> Any:
     """Edges [2, E] of all graphs, each a chain."""
     starts, at = [], 0
@@ -304,19 +292,16 @@ def graphs(batch: list[list[int]]) -> Any:
     return torch.tensor(sum(batch, [])), torch.stack([torch.cat(starts), torch.cat(starts) + 1])
 
 
-def flat(batch: list[list[int]]) -> Any:
-    return torch.tensor(sum(batch, []))
-
-
 def fails_on_equal_texts(batch: list[list[int]]) -> Any:
     if len({tuple(text) for text in batch}) < len(batch):
         raise ValueError("a text is there twice")
     return padded(batch)
 
 
-APART = [padded, sorted_by_length, masked, sorted_and_masked,
-         sorted_by_value_and_masked, words_masked, words_of_one_masked, places, Counting(),
-         shrinking, flat, time_first, images, graphs, fails_on_equal_texts]  # fmt: skip
+APART = [
+    padded, sorted_by_length, masked, sorted_and_masked, sorted_by_value_and_masked, words_of_one_masked, Counting(),
+    shrinking, time_first, graphs, fails_on_equal_texts,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("collate", APART, ids=lambda c: getattr(c, "__name__", "counting"))

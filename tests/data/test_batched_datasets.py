@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fastdp.data.batched_datasets import Given, fetches_batches, nothing
+from fastdp.data.batched_datasets import RecordBatch, fetches_batches, nothing
 
 X = torch.arange(10.0).view(5, 2)
 
@@ -40,7 +40,7 @@ BATCHES = [
 
 @pytest.mark.parametrize("batch, leaves", BATCHES, ids=["tensor", "array", "tuple", "named", "dataclass", "dict"])
 def test_rows_of_a_batch_are_copied_in_the_order_asked_for(batch: Any, leaves: Any) -> None:
-    given = Given(batch)
+    given = RecordBatch(batch)
     made = given.copied([3, 0, 0, 1])
     assert len(given) == 5 and type(made) is type(batch)
     for rows, whole in zip(leaves(made), leaves(batch), strict=True):
@@ -50,15 +50,16 @@ def test_rows_of_a_batch_are_copied_in_the_order_asked_for(batch: Any, leaves: A
 
 
 def test_what_is_not_a_tensor() -> None:
-    given = Given({"x": X, "names": list("abcde"), "size": 5, "scale": torch.tensor(2.0)})
+    given = RecordBatch({"x": X, "names": list("abcde"), "size": 5, "scale": torch.tensor(2.0)})
     made = given.copied([4, 1])
     assert made["names"] == ["e", "b"] and made["size"] == 5 and float(made["scale"]) == 2 and len(made["x"]) == 2
-    assert len(Given({"x": X, "y": X[:3]})) == len(Given({})) == len(Given(3)) == 0  # nothing can be said of these
+    for unknown in ({"x": X, "y": X[:3]}, {}, 3):  # nothing can be said of these
+        assert len(RecordBatch(unknown)) == 0
 
 
 def test_a_list_of_records_is_one() -> None:
     records = [(X[i], i) for i in range(5)]
-    given = Given(records, TensorDataset(X))
+    given = RecordBatch(records, TensorDataset(X))
     made = given.copied([2, 2, 0])
     assert [number for _, number in made] == [2, 2, 0] and given.shapes([0, 1])[0] == given.shapes([0, 1])[1]
     made[0][0].fill_(-1)
@@ -97,4 +98,4 @@ def test_who_makes_batches_is_found_without_moving_random_numbers(listed: bool, 
     assert fetches_batches(given) == (not listed) and states() == before
     assert not fetches_batches(TensorDataset(X)) and not fetches_batches(ConcatDataset([TensorDataset(X)]))
     made = given.__getitems__([0, 1, 2])
-    assert len(Given(made, given)) == 3  # of three records, or of a list of two columns
+    assert len(RecordBatch(made, given)) == 3  # of three records, or of a list of two columns

@@ -1,9 +1,8 @@
-"""A delta of 1 / records or more: refused where a run is planned, warned of where epsilon is asked for."""
+"""A delta of 1 / records or more is warned of where epsilon is asked for."""
 
 from __future__ import annotations
 
 import warnings
-from argparse import Namespace
 
 import pytest
 import torch
@@ -12,41 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.accounting import delta_problem, noise_multiplier_for
-from fastdp.finetune.options import default_delta
-from fastdp.finetune.plan import FinetuneError
-from fastdp.finetune.preflight import make_plan
-from fastdp.hf import PrivacyArguments
-
-
-def options(**given) -> Namespace:
-    base = dict(batch_size=8, epochs=1, delta=None, epsilon=8, accountant="rdp", lr=None, lora=None, train_only=None,
-                task="classify", new_lr=None, max_grad_norm=1.0, clipping="local", weight_decay=0.0, seed=None,
-                max_records_per_group=4, group_by=None, max_physical_batch_size=None,
-                checkpoint_every=None)  # fmt: skip
-    return Namespace(**{**base, **given})
 
 
 def test_where_delta_ends_to_mean_something():
     assert delta_problem(0.0099, 100) == "" and delta_problem(1e-5, 100) == ""
     assert "delta=0.01 is not below 1/100" in delta_problem(0.01, 100)
     assert delta_problem(1 / 3, 3) and delta_problem(1 / 49, 49) and delta_problem(1 / 60_000, 60_000)
-
-
-def test_a_plan_of_finetune_is_refused():
-    assert make_plan(options(), 100).delta == default_delta(100)
-    assert make_plan(options(delta=0.009), 100).delta == 0.009
-    for delta in (0.01, 0.5):
-        with pytest.raises(FinetuneError, match=r"not below 1/100: publishing a random record.*out for 0\.001"):
-            make_plan(options(delta=delta), 100)
-    make_plan(options(delta=0.015), 50)
-    with pytest.raises(FinetuneError, match=r"not below 1/50: publishing a random person"):  # 50 persons, more records
-        make_plan(options(delta=0.03, group_by="author"), 50)
-
-
-def test_dptrainers_refusal_is_the_same():
-    with pytest.raises(ValueError, match=r"delta=0\.1 is not below 1/12: .*Leave delta out for 0\.0416667"):
-        PrivacyArguments(target_epsilon=3.0, delta=0.1).delta_for(12)
-    assert PrivacyArguments(target_epsilon=3.0).delta_for(12) == 1 / 24
 
 
 def test_an_optimizer_warns_where_it_knows_the_records():

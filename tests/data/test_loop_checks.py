@@ -98,25 +98,6 @@ def test_batches_fetched_ahead_are_refused_even_where_their_sizes_agree():
     assert optimizer.history == []
 
 
-def test_an_engine_that_is_gone_since_a_batch_was_fetched_changes_nothing():
-    """Whether something trained between two batches is asked of the process, not of the engines that are left."""
-    other = network()
-    sgd(other, seed=0)
-    x, y = next(iter(torch.utils.data.DataLoader(records(), batch_size=8)))
-    backward(other, x, y)
-    model = network()
-    optimizer = sgd(model)
-    batches = iter(fastdp.poisson_loader(records(), sample_rate=1.0, max_physical_batch_size=8, steps=2))
-    held = next(batches)
-    del other
-    gc.collect()
-    with pytest.raises(StepError, match="fetches batches ahead"):
-        for following in batches:
-            backward(model, *held)
-            optimizer.step()
-            held = following
-
-
 def test_a_batch_passed_over_is_refused_an_empty_one_too():
     model = network()
     optimizer = sgd(model)
@@ -131,48 +112,6 @@ def test_a_batch_passed_over_is_refused_an_empty_one_too():
         for number, (x, _) in enumerate(loader):
             if len(x) == 0 and number:
                 optimizer.step()
-
-
-def test_two_optimizers_take_turns_on_one_loader():
-    models = [network(seed) for seed in (0, 1)]
-    truths, optimizers = [Loop(m) for m in models], [sgd(m) for m in models]
-    for number, (x, y) in enumerate(loader_of(limit=None)):
-        mine = number % 2
-        backward(models[mine], x, y)
-        optimizers[mine].step()
-        truths[mine].see(x, y)
-        truths[mine].step()
-    for model, truth, optimizer in zip(models, truths, optimizers, strict=True):
-        truth.assert_equal(model)
-        assert optimizer.history == [(0.0, Q, 2)]
-
-
-def test_breaking_out_of_the_loop():
-    model = network()
-    truth, optimizer, loader = Loop(model), sgd(model), loader_of(steps=3)
-    for rounds in range(2):
-        for x, y in loader:
-            backward(model, x, y)
-            optimizer.step()
-            truth.see(x, y)
-            if optimizer.stepped:
-                truth.step()
-                if rounds == 0:
-                    break
-    assert optimizer.history == [(0.0, Q, 4)]
-    truth.assert_equal(model)
-
-
-def test_stepped_tells_noised_steps():
-    model = network()
-    optimizer = fastdp.DPAdamW(model, lr=0.1, noise_multiplier=1.0)
-    assert not optimizer.stepped
-    seen = []
-    for x, y in loader_of():
-        backward(model, x, y)
-        optimizer.step()
-        seen.append(optimizer.stepped)
-    assert sum(seen) == optimizer.history[0][2] == 4 < len(seen) and seen[-1]
 
 
 def test_accumulation_by_hand_adds_up_and_warns():

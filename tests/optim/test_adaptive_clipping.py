@@ -8,11 +8,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.audit import TorchTrainable, assert_private
 from fastdp.errors import ClippingError, StepError
 from fastdp.mechanisms import DPFTRL, check_unclipped
 from fastdp.ops.noise import key_of, reference_noise
@@ -106,20 +104,6 @@ def test_the_whole_run_is_that_by_hand(way):
     assert optimizer.epsilon(1e-2) == fastdp.accounting.epsilon_of([(SIGMA, 0.05, 40)], 1e-2)
 
 
-def test_backwards_that_are_added_count_once_each_and_dropped_ones_not():
-    x, y = records()[:12]
-    model = network()
-    optimizer, hand = adaptive(model, seed=1, expected_batch_size=12), ByHand(model, 1, 12)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.zero_grad()  # dropped
-    for part in (slice(0, 5), slice(5, 12)):
-        F.cross_entropy(model(x[part]), y[part]).backward()
-        hand.see(x[part], y[part])
-    optimizer.step()
-    hand.step()
-    assert optimizer.max_grad_norm == pytest.approx(hand.norm, rel=1e-6)
-
-
 def test_persons_count_once():
     x, y = records()[:6]
     model = network()
@@ -130,34 +114,6 @@ def test_persons_count_once():
     optimizer.step()
     assert optimizer.norms.shape == (2,)
     assert optimizer.max_grad_norm == pytest.approx(START * math.exp(-0.4 * ((within - 1) / 2 + 0.5 - 0.3)))
-
-
-def test_gradients_and_count_are_one_gaussian_mechanism_of_the_stated_multiplier():
-    """What a sample of the full norm is told by, over 3,000 steps: the distance of means, in units of the noise."""
-    sigma, times = 1.0, 1500
-    found = []
-    for more in (False, True):
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = fastdp.DPSGD(
-            model, lr=1.0, noise_multiplier=sigma, max_grad_norm=1.0, clipping="adaptive", count_noise=0.6,
-            expected_batch_size=1, loss_reduction="sum", seed=11 + more, quantile_rate=0.01,
-        )  # fmt: skip
-        rows = []
-        for _ in range(times):
-            with torch.no_grad():
-                model.weight.zero_()
-            privacy = optimizer._privacy
-            privacy.clipping = privacy.clipping.changed(privacy.engine.named_parameters(), max_grad_norm=1.0)
-            model(torch.full((1 + more, 1), 0.9999)).sum().backward()
-            optimizer.step()
-            rows.append([-float(model.weight.detach()), -math.log(optimizer.max_grad_norm) / 0.01])  # sum and count
-        found.append(torch.tensor(rows, dtype=torch.float64))
-    with_out, with_it = found
-    apart = with_it.mean(0) - with_out.mean(0)
-    covariance = (with_out.T.cov() + with_it.T.cov()) / 2
-    told = math.sqrt(float(apart @ torch.linalg.solve(covariance, apart)))
-    assert told == pytest.approx(1 / sigma, rel=0.1)
-    assert abs(float(torch.corrcoef(with_out.T)[0, 1])) < 0.1  # its noise is no other's
 
 
 def test_multipliers_add_up_and_a_count_that_spends_too_much_is_refused():
@@ -267,27 +223,3 @@ def test_a_norm_that_runs_away_ends_the_run_after_its_step():
     with pytest.raises(ClippingError, match="has come to .*make a new optimizer"):
         F.cross_entropy(model(x), y).backward()
     assert len(optimizer.history) == 1
-
-
-def test_an_audited_step():
-    def make_optimizer(model, *, clipping_norm, noise_multiplier, expected_batch_size, seed):
-        return fastdp.DPSGD(
-            model, lr=0.1, noise_multiplier=noise_multiplier, max_grad_norm=clipping_norm, clipping="adaptive",
-            expected_batch_size=expected_batch_size, sample_rate=0.1, seed=seed, quantile_rate=1e-9,
-            count_noise=20 * max(noise_multiplier, 1.0),  # the gradients' noise is 0.03 % more: the audit would not see
-        )  # fmt: skip
-
-    def data(seed, size):
-        draw = torch.Generator().manual_seed(seed)
-        return torch.randn(size, 12, generator=draw), torch.randint(4, (size,), generator=draw)
-
-    def small():
-        return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    trainable = TorchTrainable(
-        small, make_optimizer, F.cross_entropy, make_batch=data, loss_kind="cross_entropy", learning_rate=0.1,
-        sample_rate=0.1, history=lambda optimizer: optimizer.history,
-    )  # fmt: skip
-    tests = ["no_clipping", "sensitivity", "per_sample_independence", "nan_sample", "noise_scale", "empty_batch",
-             "accountant"]  # fmt: skip
-    assert_private(trainable, tests=tests)

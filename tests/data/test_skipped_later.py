@@ -98,17 +98,6 @@ def test_resuming_a_right_run_hears_nothing(silent):
 # --------------------------------------------------------------------------- before training, in eval mode, detached
 
 
-def test_first_batches_that_are_drawn_until_one_pleases():
-    """Before any training: to look once or twice is for the shapes, more often for a choice."""
-    model, loader, optimizer = made()
-    for _ in range(3):
-        next(iter(loader))
-    with pytest.warns(UserWarning, match=r"3 pass\(es\) over the poisson_loader"):
-        for batch in loader:
-            train(model, optimizer, batch)
-            break
-
-
 def test_passes_left_by_a_model_that_is_trained_in_eval_mode():
     model, loader, optimizer = made()
     model.eval()

@@ -104,42 +104,6 @@ def test_a_mixed_step_is_of_the_clipped_gradient_and_the_public_one(kind, order,
     assert optimizer.history == [(0.0, None, 6)] and optimizer.norms.shape == (B,)
 
 
-def test_a_gan_of_a_private_discriminator_and_an_ordinary_generator(silent):
-    """As docs/recipes.md has it, with a gradient penalty, and though nobody drops what the generator's step leaves."""
-    torch.manual_seed(0)
-    generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer, truth = private(critic, fastdp.DPAdam), Truth(critic, torch.optim.Adam)
-    ordinary, twin = torch.optim.Adam(generator.parameters(), lr=0.1), Truth(generator, torch.optim.Adam)
-
-    def public_loss(critic, fake):
-        between = (0.3 * fake + 0.7 * fake.flip(0)).requires_grad_()
-        slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0]
-        return critic(fake).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-
-    for seed in range(3):
-        z, x = batch(seed, 9)[0][:, :2], batch(seed + 5)[0]
-        fake = twin.model(z.double()).detach()
-        weights = list(truth.model.parameters())
-        of_fakes = torch.autograd.grad(public_loss(truth.model, fake), weights, materialize_grads=True)
-        rows = [torch.autograd.grad(-truth.model(row.double()).sum(), weights) for row in x]
-        factors = [min(1.0, R / float(flat_of(row).norm())) / B for row in rows]
-        clipped = [sum(f * g for f, g in zip(factors, each, strict=True)) for each in zip(*rows, strict=True)]
-        want = truth.step(clipped, of_fakes)
-        score = truth.model(twin.model(z.double())).mean()
-        also = twin.step(torch.autograd.grad(-score, list(twin.model.parameters())))
-
-        with optimizer.public():
-            public_loss(critic, generator(z).detach()).backward()
-        (-critic(x).mean()).backward()
-        optimizer.step()
-        with optimizer.public():
-            ordinary.zero_grad()
-            (-critic(generator(z)).mean()).backward()
-            ordinary.step()
-        torch.testing.assert_close(flat(critic), want.detach(), atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(flat(generator), also.detach(), atol=2e-5, rtol=1e-4)
-
-
 def test_public_gradients_add_up_over_physical_batches_and_take_no_noise(silent):
     x, y = batch(4, 20)
     found = {}

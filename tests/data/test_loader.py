@@ -6,14 +6,12 @@ import copy
 import dataclasses
 import pickle
 
-import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import fastdp
-from fastdp.data.empty_batches import _no_rows
 from fastdp.errors import AccountingError, ParameterError, StepError
 from fastdp.mechanisms import ftrl_loader
 
@@ -119,32 +117,21 @@ def test_an_empty_batch_that_the_model_cannot_take():
     assert optimizer.history == [(0.0, 1e-9, 2)]
 
 
-def test_rows_per_sample():
-    x = torch.randn(8, 4)
-    model = nn.Linear(4, 3)
-    engine = fastdp.PerSampleGradients(model, rows_per_sample=2)
-    model(x).square().sum(1).view(4, 2).mean(1).mean().backward()
-    norms = engine.norms()
-    engine.detach()
-    for i in range(4):
-        model.zero_grad()
-        model(x[2 * i : 2 * i + 2]).square().sum(1).mean().backward()
-        assert float(norms[i]) == pytest.approx(size_of_sum(model), rel=1e-5)
-
-
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor
     names: list
 
 
-def test_no_rows_of_every_structure():
-    x = torch.ones(2, 3)
-    assert _no_rows((None, x, 5, "meta"))[1].shape == (0, 3) and _no_rows((None, x, 5, "meta"))[0] is None
-    assert _no_rows({"x": x, "names": ["a", "b"]})["names"] == []
-    assert _no_rows([x, [x, x]])[1][0].shape == (0, 3)
-    assert _no_rows(np.ones((2, 3))).shape == (0, 3)
-    assert _no_rows(Batch(x, ["a", "b"])).x.shape == (0, 3) and _no_rows(Batch(x, ["a"])).names == []
+def test_an_empty_batch_has_the_structure_of_the_others():
+    def collate(items):
+        x, names = torch.stack([item[0] for item in items]), ["a"] * len(items)
+        return {"x": x, "pair": [x, (x, x.numpy())], "names": names, "data": Batch(x, names), "size": 5, "none": None}
+
+    (batch,) = fastdp.poisson_loader(TensorDataset(torch.ones(3, 4)), sample_rate=1e-9, steps=1, collate_fn=collate)
+    one, (two, three) = batch["pair"]
+    assert {x.shape for x in (batch["x"], one, two, three, batch["data"].x)} == {(0, 4)}
+    assert batch["names"] == batch["data"].names == [] and (batch["size"], batch["none"]) == (5, None)
 
 
 def test_loaders_that_sample_in_their_own_way():

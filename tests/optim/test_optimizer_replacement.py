@@ -214,17 +214,6 @@ def test_a_ledger_file_gets_what_the_first_has_spent(tmp_path, silent):
     assert again.epsilon(1e-5) == spent  # the same steps count once
 
 
-def test_units_of_privacy_do_not_mix():
-    model = model_of()
-    first = private(model)
-    steps(first, model, 1)
-    with replaced("1 noised"):
-        second = private(model)
-    second.group_by([0, 0, 1, 1, 2, 2])
-    with pytest.raises(StepError, match="no one epsilon holds for both"):
-        backward(model, data())
-
-
 def test_mechanisms_do_not_mix():
     model = model_of()
     first = DPFTRL(model, lr=0.1, noise_multiplier=4.0)

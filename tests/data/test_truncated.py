@@ -83,8 +83,8 @@ def delta_between(one: dict[int, float], other: dict[int, float], sigma: float, 
     return float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * (grid[1] - grid[0]))
 
 
-@pytest.mark.parametrize("values", [[1, 1, 1, 1, -1, -1, -1], [1, -1, -1, -1, -1, -1, -1], [1, 1, 1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("largest", [4, 5, 6])
+@pytest.mark.parametrize("values", [[1, 1, 1, 1, -1, -1, -1], [1, 1, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("largest", [4, 5])
 def test_epsilon_bounds_what_a_cut_sample_tells(values: list[int], largest: int) -> None:
     """One step, the worst that a record of size 1 can do: against every set of outcomes, by numbers."""
     sigma, rate, delta = 1.0, 0.2, 0.12

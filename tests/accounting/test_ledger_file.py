@@ -179,11 +179,11 @@ from torch import nn
 model = nn.Linear(4, 2)
 optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8,
                          sample_rate=0.1, ledger={str(tmp_path / "ledger")!r})
-from fastdp.optim import fused
+from fastdp.optim import fused_update
 for step in range(3):
     model(torch.randn(8, 4)).square().sum(1).mean().backward()
     if step == 2:
-        fused.step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        fused_update.step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == -9

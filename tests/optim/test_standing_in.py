@@ -28,7 +28,7 @@ def test_a_record_that_stands_in_counts_for_nothing(network, value, style):
     before = [p.detach().clone() for p in model.parameters()]
     for steps, batch in enumerate(loader, start=1):
         assert len(batch) == 0
-        with optimizer._privacy.hand.standing_in():
+        with optimizer._privacy.loader_batch.standing_in():
             model(torch.full((1, 3), value)).sum().backward()
         norms = optimizer.norms if style == "layerwise" else {"all": optimizer.norms}
         assert all(len(own) == 0 for own in norms.values())

@@ -10,7 +10,6 @@ import torch
 
 import fastdp
 from fastdp.accounting import epsilon_of
-from fastdp.accounting.ledger import Ledger, beyond
 
 from ..runs import model_of, steps
 
@@ -61,16 +60,6 @@ def test_what_was_lost_goes_into_checkpoints(silent):
     assert optimizer.epsilon(1e-5) == resumed.epsilon(1e-5)
 
 
-def test_a_history_of_another_run_does_not_take_the_place_of_ones_own():
-    model, other = model_of(), model_of()
-    optimizer, long = optimizer_of(model), optimizer_of(other, noise_multiplier=3.0)
-    steps(optimizer, model, 4)
-    steps(long, other, 50)
-    with pytest.warns(UserWarning, match="4 noised"):
-        optimizer.load_state_dict(copy.deepcopy(long.state_dict()))
-    assert optimizer.epsilon(1e-5) == epsilon_of([(1.0, RATE, 4), (3.0, RATE, 50)], 1e-5, "rdp")
-
-
 def test_taking_up_a_run_hears_nothing(silent):
     model = model_of()
     optimizer = optimizer_of(model)
@@ -119,31 +108,6 @@ def test_optimizers_of_different_parameters_or_without_steps_hear_nothing(silent
     other = model_of()
     steps(again := optimizer_of(other), other, 1)
     assert again.epsilon(1e-5) > 0
-
-
-@pytest.mark.parametrize("history, known, rest", [
-    ([], [(1.0, 0.1, 3)], []),
-    ([(1.0, 0.1, 3)], [], [(1.0, 0.1, 3)]),
-    ([(1.0, 0.1, 3)], [(1.0, 0.1, 5)], []),
-    ([(1.0, 0.1, 5)], [(1.0, 0.1, 3)], [(1.0, 0.1, 2)]),
-    ([(1.0, 0.1, 5), (2.0, 0.1, 1)], [(1.0, 0.1, 3)], [(1.0, 0.1, 2), (2.0, 0.1, 1)]),
-    ([(1.0, 0.1, 3), (2.0, 0.1, 1)], [(1.0, 0.1, 5)], [(2.0, 0.1, 1)]),
-    ([(1.0, 0.1, 3), (2.0, 0.1, 1)], [(1.0, 0.1, 3), (2.0, 0.1, 1), (1.0, None, 1)], []),
-    ([(1.0, 0.1, 3)], [(1.0, None, 3)], [(1.0, 0.1, 3)]),
-])  # fmt: skip
-def test_what_is_beyond_a_common_beginning(history, known, rest):
-    assert beyond(history, known) == rest
-
-
-def test_a_ledger_keeps_all_of_several_losses():
-    ledger = Ledger()
-    for _ in range(3):
-        ledger.add(1.0, 0.1)
-        ledger.add(2.0, 0.1)
-        said, take_up = ledger.read([(1.0, 0.1, 1)], [])
-        take_up()
-        assert len(said) == 1
-    assert sum(n for *_, n in ledger.spent) == 1 + 3 + 2
 
 
 @pytest.mark.parametrize("second", [3, 5, 9])
