@@ -258,7 +258,7 @@ stage info 20 "$python" -m fastdp info
 # ---------------------------------------------------------------------- 1: is it right?
 
 shopt -s nullglob
-tests=(tests/{ops,engine,graphed,training}/test_{[d]evice,device_*,*_device}.py)
+tests=(tests/{ops,engine,graphs,optim}/test_{[d]evice,device_*,*_device}.py)
 shopt -u nullglob
 # -v: a line for each test as it ends, should not even the report survive
 stage tests 180 "$python" -m pytest -p no:cacheprovider -n "${TEST_WORKERS:-14}" -v --durations=10 \
