@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastdp.grad_sample.timing import seconds
+from fastdp.grad_sample.cost_model import seconds_of as seconds
 
 from .contenders import nonprivate, ours
 from .models import Workload

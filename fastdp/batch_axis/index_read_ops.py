@@ -10,7 +10,6 @@ from torch import Tensor
 from .batch_positions import WHY, is_fixed, rows_alike
 from .batch_slices import cut
 from .calls import Call, Tags
-from .equivalent_sums import Spread, gathered
 from .host_values import at, in_some_order, numbered
 from .index_kinds import (
     Entry,
@@ -19,15 +18,16 @@ from .index_kinds import (
     found_in,
     index_on_host,
     index_tuple,
+    is_position_within,
     order_of,
     problem_of,
     spread,
 )
 from .layout import Layout, is_one
-from .nonzero_coordinates import is_position_within
 from .propagate import ask, one_row
-from .rearrangement import reshaped
+from .reduction_ops import Spread, gathered
 from .rules import layout_rule
+from .view_ops import reshaped
 
 T = torch.Tensor
 

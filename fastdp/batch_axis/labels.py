@@ -19,10 +19,10 @@ from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
 from .batch_positions import made_in_sight
 from .calls import Call
-from .data_memory import is_of_model, release
 from .index_kinds import permutes
 from .layout import Layout, tag, tag_of
 from .loss_ops import LOSSES, class_weights
+from .tensor_notes import is_of_model, release
 
 UNKNOWN_ORDER = (
     "the loss takes labels in an order given by an index that was made before the forward. They are taken to belong to "

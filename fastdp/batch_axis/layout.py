@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from . import generations
-from .data_memory import LABELS, hold, storage_of
 from .generations import Generation, is_forgotten, is_past, pickled, unpickled
 from .host_values import at, in_some_order, made_known, on_host, same_numbers
-from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, PRESUMED, RELAID, TAGGED_AT, TOKEN
+from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, OF_LABELS, PRESUMED, RELAID, TAGGED_AT, TOKEN, hold, storage_of
 
 NOBODY = -1  # owner of memory that no sample was written to
 
@@ -227,7 +226,7 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
         notes[TAGGED_AT] = tensor._version
     if INPUT in notes or PRESUMED in notes:
         notes[TOKEN] = None
-        hold(tensor, layout, view, None if INPUT in notes else LABELS)
+        hold(tensor, layout, view, None if INPUT in notes else OF_LABELS)
         return
     if moment.token is not None or TOKEN in notes:
         notes[TOKEN] = moment.token
@@ -355,3 +354,27 @@ def rows_each(owner: Tensor, batch: int) -> int:
     owner = owner if host is None else host
     regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
     return each if torch.equal(owner, regular) else 0
+
+
+def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
+    """Cut by sample: [*shape] -> [batch, *shape with dim -> rows of one sample].
+
+    Rows in any order (`owner`) are padded with zeros to the largest number of rows of a sample.
+    """
+    dim, batch = layout.dim, layout.batch
+    if layout.owner is None:
+        if layout.outer == 1 and layout.inner == 1:
+            return tensor.unsqueeze(1) if dim == 0 else tensor.movedim(dim, 0).unsqueeze(dim + 1)
+        cut = tensor.unflatten(dim, (layout.outer, batch, layout.inner))
+        return cut.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    owner = layout.owner.to(tensor.device)
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(in_some_order(owner), minlength=batch)
+    width = int(counts.max()) if owner.numel() else 0
+    first = (counts.cumsum(0) - counts).to(owner.device)
+    by_owner = owner[order]
+    slot = torch.arange(owner.numel(), device=owner.device) - first[by_owner]
+    rows = tensor.movedim(dim, 0)[order]
+    padded = rows.new_zeros((batch, width, *rows.shape[1:]))
+    padded[by_owner, slot] = rows
+    return padded.movedim(1, dim + 1)

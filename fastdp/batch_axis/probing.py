@@ -16,9 +16,8 @@ from ..utils.pytree import map_tensors, tensors_in
 from .batch_positions import is_fixed
 from .calls import Call, Inputs, Tags
 from .layout import Layout
-from .meta_probing import key_of
 from .operator_table import MOVING_DIMS, REARRANGING, UNCHECKED, VIEWS
-from .probe_values import DRAWS, Draw, are_close, is_close
+from .probe_calls import DRAWS, Draw, are_close, is_close, key_of
 
 _INDEPENDENT = Answers()
 _BLIND = Answers()  # kinds of calls that do not mind a sample's place

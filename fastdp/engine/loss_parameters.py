@@ -9,8 +9,7 @@ from torch import Tensor
 from ..batch_axis.calls import Call
 from ..batch_axis.layout import tag_of
 from ..errors import FastDPError, UncapturedUseError
-from ..grad_sample.derived_parameters import adopt
-from ..grad_sample.parameter_links import link_of
+from ..grad_sample.parameter_links import adopt, link_of
 from .capture import Pass
 
 

@@ -14,11 +14,10 @@ from ..errors import BatchLayoutError, FastDPError, UncapturedUseError
 from ..ops.common import accumulate
 from ..utils.cache import Answers
 from ..utils.pytree import tensors_in
-from .captured_call import Context, applied
+from .captured_call import Context, applied, result_tensors
 from .forward_pass import ForwardPass
 from .generic import _Generic, _tag_result, capture_generic
 from .parameter_use import Lazy, Stored
-from .results import result_tensors
 from .rules import by_sample, sample_layout
 
 KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for

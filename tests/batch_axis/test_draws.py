@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastdp.batch_axis import probe_values
-from fastdp.batch_axis.probe_values import are_close, is_close
+from fastdp.batch_axis.probe_calls import are_close, is_close
 
 
 @pytest.fixture(params=[1 << 18, 64])
 def parts(request, monkeypatch):
-    monkeypatch.setattr(probe_values, "_AT_ONCE", request.param)
+    monkeypatch.setattr("fastdp.batch_axis.probe_calls._AT_ONCE", request.param)
 
 
 @pytest.mark.usefixtures("parts")

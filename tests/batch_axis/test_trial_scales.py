@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdp.batch_axis.probe_values import is_close
+from fastdp.batch_axis.probe_calls import is_close
 from fastdp.errors import SampleMixingError
 
 from ..removal import Between, of_rows

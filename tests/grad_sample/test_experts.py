@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fastdp
 from fastdp.errors import FastDPError, SampleMixingError
-from fastdp.grad_sample.held_bytes import HeldBytes
+from fastdp.grad_sample.planner import HeldBytes
 from fastdp.grad_sample.routed_rows import Routed
 
 from ..cases import Net, P, square

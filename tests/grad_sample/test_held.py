@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.grad_sample.cost_model import DEFAULTS, Shape
-from fastdp.grad_sample.held_bytes import HeldBytes
-from fastdp.grad_sample.planner import Planner
+from fastdp.grad_sample.planner import HeldBytes, Planner
 
 B, T, D = 3, 5, 16
 CPU = torch.device("cpu")
