@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .calls import Call
 from .generations import is_forgotten, is_past
-from .layout import Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
+from .layout import Layout, layout_of_owners, layout_on, owner_map, spread, stale_layout, tag
 from .operator_table import RENORMING
 from .tensor_notes import APART, HELD, INPUT, OF_LABELS, HeldBytes, foreign, is_over, storage_of, written
 
@@ -122,10 +122,8 @@ def _of_base(base: Tensor, view: Tensor, known: Layout | None, layout: Layout) -
     rows = owner_map(base, known)
     if rows is None or view.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return None
-    shape = [1] * view.dim()
-    shape[layout.dim] = layout.rows
     inside = rows.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
-    owners = layout.owners(view.device).view(shape).expand(view.shape)
+    owners = spread(layout.owners(view.device), layout.dim, view.shape)
     if known is not None:
         return known if known.alone < 0 and bool((inside == owners).all()) else None
     inside.copy_(owners)

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import tensor_notes
 from .calls import Call
 from .host_values import at, both_known, is_asked, is_order, made_known, on_host
-from .layout import Layout
+from .layout import Layout, spread
 
 
 class Entry(NamedTuple):
@@ -90,15 +90,6 @@ def found_in(
     for dim in range(layout.dim):  # what comes before the samples sorts first
         group = group * mask.size(dim) + coordinates[dim]
     return coordinates, layout.owners(mask.device)[rows], group
-
-
-def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """Values by position along `dim`, as a tensor of this shape."""
-    if shape == values.shape:
-        return values
-    view = [1] * len(shape)
-    view[dim] = values.numel()
-    return values.view(view).expand(shape)
 
 
 def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:

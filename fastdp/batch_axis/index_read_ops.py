@@ -21,9 +21,8 @@ from .index_kinds import (
     is_position_within,
     order_of,
     problem_of,
-    spread,
 )
-from .layout import Layout, is_one
+from .layout import Layout, extent_of, is_one, spread
 from .propagate import ask, one_row
 from .reduction_ops import Spread, gathered
 from .rules import layout_rule
@@ -297,23 +296,16 @@ def _as_strided(call: Call) -> Tags:
     if 0 in source.stride():
         return call.all_combined("takes windows of memory that stands for many rows")
     given, layout = layout, layout.along(0, source.size(0) if source.dim() else 1, source.device)
-    view = [1] * source.dim()
-    view[layout.dim : layout.dim + 1] = [layout.rows] * bool(source.dim())
     offset = call.out.storage_offset() - source.storage_offset()
     if offset < 0:
         return call.all_combined("takes windows of memory outside of its input")
-    span = max(_extent(source), offset + _extent(call.out))
-    memory = torch.full((span,), -1, device=source.device)
-    memory.as_strided(source.shape, source.stride()).copy_(torch.arange(layout.rows, device=source.device).view(view))
+    memory = torch.full((max(extent_of(source), offset + extent_of(call.out)),), -1, device=source.device)
+    numbers = spread(torch.arange(layout.rows, device=source.device), layout.dim, source.shape)
+    memory.as_strided(source.shape, source.stride()).copy_(numbers)
     rows = memory.as_strided(call.out.shape, call.out.stride(), offset)
     if bool((rows < 0).any()):
         return call.all_combined("takes windows of memory outside of its input")
     return [(call.out, given if given.alone >= 0 else _one_dimension(call, rows, layout))]
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements of memory from a tensor's first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @layout_rule(torch.index_select, T.index_select, by_value=True, picks=True, joins=True)

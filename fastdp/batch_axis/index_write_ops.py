@@ -12,8 +12,8 @@ from . import tensor_notes
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags
 from .host_values import is_order, numbered, same_numbers, written_by
-from .index_kinds import Entry, expanded, index_tuple, permutes, spread
-from .layout import NOBODY, Layout
+from .index_kinds import Entry, expanded, index_tuple, permutes
+from .layout import NOBODY, Layout, spread
 from .marks import layouts_marked
 from .operator_table import spellings
 from .propagate import ask

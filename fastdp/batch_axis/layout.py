@@ -298,16 +298,32 @@ def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
 
 def owner_map(base: Tensor, layout: Layout | None) -> Tensor | None:
     """Owner of each element of a tensor's memory, from its first to its last."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
-    memory = torch.full((extent,), NOBODY, device=base.device)
     if layout is None:
-        return memory
+        return torch.full((extent_of(base),), NOBODY, device=base.device)
     if base.shape[layout.dim : layout.dim + 1] != (layout.rows,) or any(s == 0 for s in base.stride()):
         return None
-    shape = [1] * base.dim()
-    shape[layout.dim] = layout.rows
-    memory.as_strided(base.shape, base.stride()).copy_(layout.owners(base.device).view(shape))
+    return element_owners(base, layout)
+
+
+def extent_of(tensor: Tensor) -> int:
+    """Elements of memory from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def element_owners(base: Tensor, layout: Layout) -> Tensor:
+    """The same of memory in which every row of the layout lies."""
+    memory = torch.full((extent_of(base),), NOBODY, device=base.device)
+    memory.as_strided(base.shape, base.stride()).copy_(spread(layout.owners(base.device), layout.dim, base.shape))
     return memory
+
+
+def spread(values: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """Values by position along `dim`, as a tensor of this shape."""
+    if tuple(shape) == values.shape:
+        return values
+    view = [1] * len(shape)
+    view[dim : dim + 1] = [values.numel()] * len(view[dim : dim + 1])
+    return values.view(view).expand(tuple(shape))
 
 
 def layout_of_owners(owners: Tensor, like: Layout) -> Layout | None:

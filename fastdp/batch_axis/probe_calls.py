@@ -12,7 +12,7 @@ from torch import Tensor
 from ..utils.cache import Answers
 from ..utils.pytree import map_tensors, signature, tensors_in
 from .calls import Call, Inputs, Tags
-from .layout import Layout
+from .layout import Layout, spread
 from .operator_table import VIEWS
 
 Answer = tuple[list[list[tuple[int, int]]] | None, bool]
@@ -133,9 +133,8 @@ def _uneven(normal: Tensor, layout: Layout) -> Tensor:
     sizes = torch.tensor([1.0, 100.0, 0.01], dtype=torch.float32)
     if layout.alone >= 0 or normal.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return normal * sizes[max(layout.alone, 0) % 3].item()
-    view = [1] * normal.dim()
-    view[layout.dim] = layout.rows
-    return normal * sizes[layout.owners(torch.device("cpu")).cpu() % 3].view(view).to(normal.dtype)
+    factors = sizes[layout.owners(torch.device("cpu")).cpu() % 3]
+    return normal * spread(factors, layout.dim, normal.shape).to(normal.dtype)
 
 
 # functions may have thresholds (a largest norm), and act on some numbers only: every one of these is to say the same

@@ -184,27 +184,6 @@ def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
     return layout._replace(dim=layout.dim + out_ndim - ndim)
 
 
-@layout_rule(*spellings("group_norm"))
-def _group_norm(call: Call) -> Tags:
-    layout = call.layout(call.args[0])
-    if call.beside_first():
-        return call.all_combined("scales all samples by numbers made of the batch")
-    if layout is not None and layout.dim != 0:
-        return call.all_combined("takes the batch for channels")
-    return [(call.out, layout)]
-
-
-@layout_rule(*spellings("renorm", "renorm_"))
-def _renorm(call: Call) -> Tags:
-    """Slices along a dimension, each by its own norm (where it is too large: numbers asked with may not be)."""
-    source, layout = call.args[0], call.layout(call.args[0])
-    if layout is None or layout.mixed or call.layout(call.argument(1, "p")) or call.layout(call.argument(3, "maxnorm")):
-        return ask(call)
-    if call.argument(2, "dim") % source.dim() != layout.dim or layout.rows != call.out.size(layout.dim):
-        return call.all_combined("scales samples by a norm of several")
-    return [(call.out, layout)]
-
-
 @layout_rule(*spellings("_sample_dirichlet"))
 def _dirichlet(call: Call) -> Tags:
     """Draws for each row along the last dimension."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch_axis.layout import tag_of
+from ..batch_axis.layout import spread, tag_of
 from ..errors import BatchLayoutError, FastDPError, UncapturedUseError
 from ..ops.common import accumulate
 from ..utils.cache import Answers
@@ -263,7 +263,5 @@ def _kind(tensor: Tensor, layout: Any) -> Any:
 
 def _weighed(tensor: Tensor, factors: Tensor, dim: int) -> Tensor:
     """The rows of a dimension times c; zero where c is."""
-    view = [1] * tensor.dim()
-    view[dim] = -1
-    factors = factors.to(tensor.dtype).view(view)
+    factors = spread(factors.to(tensor.dtype), dim, tensor.shape)
     return torch.where(factors == 0, torch.zeros_like(tensor), tensor * factors)

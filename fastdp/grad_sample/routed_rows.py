@@ -18,8 +18,7 @@ from .. import ops
 from ..batch_axis import tensor_notes
 from ..batch_axis.calls import Call, bind
 from ..batch_axis.deferred_checks import DeferredCheck, doubt
-from ..batch_axis.index_kinds import spread
-from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.layout import Layout, spread, tag_of
 from ..batch_axis.operator_table import spellings
 from ..batch_axis.propagate import layouts_of
 from ..batch_axis.row_groups import Groups
