@@ -1,7 +1,7 @@
 """`Layout`: which rows of a tensor belong to which sample, or why this is not known.
 
 A tensor computed from the batch carries a `Layout`: the dimension along which the samples lie, and
-how the rows of that dimension map to samples. `fastdp.propagate` carries layouts through a forward;
+how the rows of that dimension map to samples. `propagate` carries layouts through a forward;
 here is what a layout means and how to cut a tensor by sample.
 """
 

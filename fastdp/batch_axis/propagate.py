@@ -3,7 +3,7 @@
 Most functions are asked, not listed: the function is run once on meta tensors whose batch is larger by
 one, and the dimension of the result that grew is where its samples lie. The answer is cached by shapes.
 Only functions that bake sizes in (views), move rows (indexing) or mix rows in place of a dimension
-(softmax along the batch) need a rule of their own: `fastdp.batch_axis.view_ops`, `rows` and `along`.
+(softmax along the batch) need a rule of their own: `view_ops`, `index_read_ops`, `reduction_ops` and others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layout rules of sorting, and of functions that list positions (`nonzero`, `unique`, `argsort`).
 
 Their numbers are places of rows, or name the choices that occur. They may pick rows; the rules that read them
-as an index (`rows`, `written`) look whether every sample picks its own.
+as an index (`index_read_ops`, `index_write_ops`) look whether every sample picks its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Links from derived tensors to the parameters that they are made of."""
+"""Tensors made of parameters alone (views, casts, `1 + w`, weight norm, merges, constant look-ups) and their links.
+
+Ordinary autograd computes them, attached to the parameters; a note (`Link`) says of which parameters, and what is known
+about the map. The gradient of a sample is pulled back through autograd's graph. If such a tensor reaches a function
+that no rule sees, autograd writes to a parameter's `.grad`, and the engine refuses: nothing can slip through.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ class Link(NamedTuple):
     kind: str
     isometric: bool
     ids: Tensor | None = None
-    again: tuple[Callable[..., Any], ...] = ()  # what checkpointing runs again to pull gradients back: `regions`
+    again: tuple[Callable[..., Any], ...] = ()  # that checkpointing runs again to pull gradients back
     version: int = 0  # of the derived tensor: another one says that it was written to through a view
 
 
