@@ -8,11 +8,10 @@ from torch import Tensor
 from ..utils.pytree import tensors_in
 from . import tensor_notes
 from .batch_slices import cut, joined_rows
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import CONCATENATIONS, spellings
 from .propagate import ask, one_row
-from .rules import layout_rule
 
 T = torch.Tensor
 _ORDERED = "joins rows whose order depends on the data"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .batch_positions import WHY, is_fixed, rows_alike
 from .batch_slices import cut
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .host_values import at, in_some_order, numbered
 from .index_kinds import (
     Entry,
@@ -25,7 +25,6 @@ from .index_kinds import (
 from .layout import Layout, extent_of, is_one, spread
 from .propagate import ask, one_row
 from .reduction_ops import Spread, gathered
-from .rules import layout_rule
 from .view_ops import reshaped
 
 T = torch.Tensor

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from . import tensor_notes
 from .batch_slices import BY_POSITION
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
 from .index_kinds import Entry, expanded, index_tuple, permutes
+from .inputs import layouts_marked
 from .layout import NOBODY, Layout, spread
-from .marks import layouts_marked
 from .operator_table import spellings
 from .propagate import ask
-from .rules import layout_rule
 from .totals import total_of
 
 T = torch.Tensor

@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     means nothing. `size_from_data` says that the data of that sample made one of its sizes.
     `inferred` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
     2: rows that an index counted over the whole batch picked, which must not pass for constants either.
-    `shifted` is there where `mixed` came of one number taken from all rows alike (`batch_axis.softmax_shift`).
+    `shifted` is there where `mixed` came of one number taken from all rows alike (`batch_axis.totals`).
     `total`, beside `mixed`, says that the numbers are sums over the samples of terms of one sample each, with weights
     that no sample's data changes (`batch_axis.totals`): what a loss may be. "sum", or "mean" where it is divided by the
     number of samples; "either", where a constant equals that number; "both", where one is added to the other.

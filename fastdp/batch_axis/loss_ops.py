@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
 from .batch_positions import WHY, by_place, is_numbered
-from .calls import Call, Tags, bind
+from .calls import Call, Tags, bind, layout_rule
 from .deferred_checks import doubt
 from .layout import Layout
 from .propagate import ask
-from .rules import layout_rule
 from .totals import equal_counts, equal_parts, parts_differ, total_of
 
 _BY_ELEMENT = (

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..utils.pytree import tensors_in
 from .batch_positions import by_place, rows_alike
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
-from .rules import layout_rule
 from .totals import total_of
 
 T = torch.Tensor

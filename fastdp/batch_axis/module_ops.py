@@ -7,9 +7,8 @@ import torch.nn.functional as F
 
 from ..errors import SampleMixingError
 from . import tensor_notes
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .propagate import ask
-from .rules import layout_rule
 
 T = torch.Tensor
 

@@ -17,18 +17,17 @@ from torch import Tensor
 
 from ..errors import FastDPError
 from ..utils.pytree import tensors_in
-from . import batch_positions, operator_table, softmax_shift, tensor_notes, totals
+from . import batch_positions, operator_table, tensor_notes, totals
 from .aliasing import written_through
 from .batch_positions import by_place, was_by_place
 from .batch_slices import cut
-from .calls import Call, Inputs, Tags
+from .calls import Call, Inputs, Tags, rule_of
+from .index_kinds import counted
 from .layout import Layout, layout_on, tag
 from .operator_table import CONCATENATIONS, UNCHECKED
 from .probe_calls import cached_trial, fewer
 from .probing import any_whole, coupling, draws, is_blind_to_order
 from .python_reads import read_of
-from .ranks_in_group import counted
-from .rules import rule_of
 from .sample_loops import of_no_numbers, of_one_sample
 from .tensor_notes import written
 
@@ -275,17 +274,7 @@ def _guess(call: Call, tensor: Tensor, inputs: Inputs, mixed: str) -> Layout | N
     return call.combined("has a result whose rows could not be followed", mixed)
 
 
-# `layouts_of` asks them in this order; each gives None of calls that it has nothing to say of
-ANSWERS: tuple[Callable[[Call], Tags | None], ...] = (
-    softmax_shift.begins,
-    totals.follow,
-    functools.partial(softmax_shift.follow, ask=_answer),
-    counted,
-    of_one_sample,
-    _by_rule,
-    ask,
-)
-
+# ------------------------------------------------------------------ layouts inferred from shapes
 
 _NAMES = ("masked_scatter", "index_put", "index_add", "index_copy", "masked_fill", "where", "add", "sub", "mul", "div")
 
@@ -317,3 +306,15 @@ def _confirms(call: Call, sure: Inputs, tags: Tags) -> bool:
         writes = call.name.rstrip("_") not in ("add", "sub", "mul", "div")
         return not writes or any(tensor is first for tensor, _ in sure)
     return call.func is F.scaled_dot_product_attention or call.func in UNCHECKED
+
+
+# `layouts_of` asks them in this order; each gives None of calls that it has nothing to say of
+ANSWERS: tuple[Callable[[Call], Tags | None], ...] = (
+    totals.begins_shift,
+    totals.follow,
+    functools.partial(totals.follow_shift, ask=_answer),
+    counted,
+    of_one_sample,
+    _by_rule,
+    ask,
+)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from . import tensor_notes
 from .batch_slices import NOTED
-from .calls import Call, Tags
+from .calls import Answer, Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
-from .rules import Answer, layout_rule
 from .totals import equal_counts, note_terms, total_of
 
 T = torch.Tensor

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..utils.pytree import tensors_in
 from . import operator_table
-from .calls import Call, Inputs, Tags
+from .calls import Call, Inputs, Tags, rule_of
 from .layout import Layout, element_owners, is_one, tag_of
-from .rules import rule_of
 from .totals import sums_of_single_samples
 
 

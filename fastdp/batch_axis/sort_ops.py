@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..utils.pytree import tensors_in
 from . import tensor_notes
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .host_values import note_sorted
 from .index_kinds import found_in, mark_coordinates
 from .index_read_ops import getitem
@@ -20,7 +20,6 @@ from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
 from .reduction_ops import along
-from .rules import layout_rule
 from .view_ops import elementwise
 
 T = torch.Tensor

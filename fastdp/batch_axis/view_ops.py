@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from .batch_positions import WHY, by_place, was_by_place
-from .calls import Call, Inputs, Tags
-from .index_kinds import keep_coordinates
+from .calls import Call, Inputs, Tags, layout_rule
+from .index_kinds import keep_coordinates, note_groups, repeated
 from .index_write_ops import note_shape
 from .layout import Layout, rows_each
 from .operator_table import ELEMENTWISE, spellings
 from .propagate import ask
-from .ranks_in_group import note_groups, repeated
 from .reduction_ops import spread
-from .rules import layout_rule
 from .sample_loops import numbers_in
 
 T = torch.Tensor

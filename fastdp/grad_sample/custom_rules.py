@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..batch_axis.calls import Call, Tags
+from ..batch_axis.calls import LAYOUT_RULES, Call, LayoutRule, Tags, rule_of
 from ..batch_axis.operator_table import function_name, is_in_place
 from ..batch_axis.probing import coupling
 from ..batch_axis.propagate import ask
-from ..batch_axis.rules import LAYOUT_RULES, LayoutRule, rule_of
 from ..errors import BatchLayoutError
 from ..utils.pytree import tensors_in
 from . import rules
