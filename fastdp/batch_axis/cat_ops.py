@@ -14,7 +14,6 @@ from .operator_table import CONCATENATIONS, spellings
 from .propagate import ask, one_row
 
 T = torch.Tensor
-_ORDERED = "joins rows whose order depends on the data"
 
 
 @layout_rule(*CONCATENATIONS, joins=True)
@@ -35,9 +34,8 @@ def _cat(call: Call) -> Tags:
     owner = torch.cat([layout.owners(tensor.device) for layout, tensor in zip(known, tensors, strict=True)])
     if all(layout.owner is None and layout.outer == 1 and layout.inner == known[0].inner for layout in known):
         return [(call.out, known[0]._replace(outer=len(known), mixed=mixed))]
-    if any(layout.order is not None for layout in known):
-        return call.all_combined(_ORDERED, mixed)
-    whole = Layout(call.batch, known[0].dim, owner=owner, mixed=mixed, piece=piece)
+    order = _joined_order(known, call.out.device)
+    whole = Layout(call.batch, known[0].dim, owner=owner, mixed=mixed, order=order, piece=piece)
     return [(call.out, whole.taken(whole.dim, torch.arange(owner.numel(), device=owner.device)))]
 
 
@@ -60,9 +58,8 @@ def _joined(call: Call, tensors: list[Tensor], dim: int) -> Tags:
         return call.all_combined(problem)
     owner = torch.cat([layout.owners(device) for layout in known])
     places, inferred = any(layout.is_row_index for layout in known), any(layout.inferred for layout in known)
-    if any(layout.order is not None for layout in known):
-        return call.all_combined(_ORDERED)
-    whole = Layout(call.batch, dim, owner=owner, is_row_index=places, inferred=inferred, piece=piece)
+    order = _joined_order(known, device)
+    whole = Layout(call.batch, dim, owner=owner, order=order, is_row_index=places, inferred=inferred, piece=piece)
     return [(call.out, whole.taken(dim, torch.arange(owner.numel(), device=device)))]
 
 
@@ -98,6 +95,20 @@ def _pad_sequence(call: Call) -> Tags:
     call.out.__dict__[tensor_notes.LONGEST] = 1 if batch_first else 0
     whole = Layout(call.batch, 0 if batch_first else 1, owner=owner, inferred=inferred)
     return [(call.out, whole.taken(whole.dim, torch.arange(len(owner), device=owner.device)))]
+
+
+def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
+    """Groups of the rows of tensors put one after another (the experts' parts of JetMoe)."""
+    if all(layout.order is None for layout in layouts):
+        return None
+    parts: list[Tensor] = []
+    for layout in layouts:
+        keys = torch.arange(layout.rows, device=device) if layout.order is None else layout.order
+        new = torch.ones(layout.rows, dtype=torch.long, device=device)
+        if layout.rows:
+            new[1:] = keys[1:] != keys[:-1]
+        parts.append(new)
+    return torch.cat(parts).cumsum(0)
 
 
 @layout_rule(  # into sizes of one sample each, too

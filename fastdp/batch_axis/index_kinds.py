@@ -37,12 +37,15 @@ def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]
 
 
 def _as_tensor(call: Call, numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
-    """A list as an index; of numbers that are data it is made of several samples."""
+    """A list as an index; numbers that are tensors of one sample each keep their samples."""
     whole = torch.tensor(numbers, dtype=None if numbers else torch.long, device=device)
-    known = [layout for item in numbers if (layout := call.layout(item)) is not None]
+    layouts = [call.layout(item) for item in numbers]
+    known = [layout for layout in layouts if layout is not None]
     if known:
+        owner = torch.tensor([-1 if layout is None else layout.alone for layout in layouts], device=device)
+        strange = len(known) < len(layouts) or whole.dim() != 1 or any(layout.alone < 0 for layout in known)
         why = next((layout.mixed for layout in known if layout.mixed), "an index made of several samples")
-        call.knows(whole, Layout(call.batch, mixed=why))
+        call.knows(whole, Layout(call.batch, mixed=why) if strange else Layout(call.batch, owner=owner))
     return whole
 
 

@@ -343,7 +343,7 @@ def _gather(call: Call) -> Tags:
         if dim % source.dim() == both[0].dim:
             return call.all_combined("gathers along the batch")
         return [(call.out, both[0]._replace(is_row_index=both[0].is_row_index and layout is not None))]
-    return call.all_combined("gathers along the batch")
+    return [(call.out, _gathered_rows(call, layout, by, index))]
 
 
 def _looked_up(call: Call, table: Tensor, index: Tensor, by: Layout, dim: int | None) -> Layout | None:
@@ -359,6 +359,23 @@ def _looked_up(call: Call, table: Tensor, index: Tensor, by: Layout, dim: int | 
         if seen and not rows_alike(beside, by.dim, by):
             return call.combined(WHY)
     return by
+
+
+def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor) -> Layout | None:
+    """Rows gathered along the samples' dimension: whole rows, of the sample whose index it is (labels of DeBERTa)."""
+    if by is None and layout.order is not None:
+        return call.combined("picks rows of an order that depends on other samples")
+    owners = layout.owners(index.device)[index]
+    rows = owners.movedim(layout.dim, 0).flatten(1) if index.dim() > 1 else owners.unsqueeze(1)
+    own = None if by is None else spread(by.owners(index.device), by.dim, index.shape)
+    if own is not None and not torch.equal(own, owners):
+        return call.combined("gathers one sample's data by another's indices")
+    if by is None and rows.numel() and not bool((rows == rows[:, :1]).all()):
+        return call.combined("gathers along the batch")
+    if by is not None:
+        return by._replace(is_row_index=layout.is_row_index)
+    moved = index.movedim(layout.dim, 0)
+    return layout.taken(layout.dim, moved.flatten(1)[:, 0] if moved.dim() > 1 else moved)
 
 
 _BASE = T._base.__get__  # type: ignore[union-attr]

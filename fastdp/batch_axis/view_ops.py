@@ -45,7 +45,7 @@ def _reshape(call: Call) -> Tags:
 
 @layout_rule(*spellings("squeeze"))
 def _squeeze(call: Call) -> Tags:
-    """Of the only row that a choice by the data has left, the dimension may go, too."""
+    """Of the only row that a choice by the data has left, the dimension may go, too (nn.AdaptiveLogSoftmaxWithLoss)."""
     source, layout = call.args[0], call.layout(call.args[0])
     dims = call.argument(1, "dim")
     dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
