@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fastdp.engine.attach_checks import missing
-from fastdp.grad_sample.timing import seconds
+from fastdp.grad_sample.cost_model import seconds_of as seconds
 from fastdp.ops.registry import native, native_cuda
 
 Row = dict[str, object]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
-from .batch_axis.marks import mark_rows
+from .batch_axis.inputs import mark_rows
 from .engine.per_sample import PerSampleGradients
 from .grad_sample.custom_rules import RuleCall, register_rule
 from .optim.optimizers import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer

@@ -3,9 +3,19 @@
 Importing the package registers the layout rules.
 """
 
-from . import cat_ops, index_read_ops, index_write_ops, module_ops, reduction_ops, sort_ops, view_ops  # noqa: F401
-from .layout import Layout, tag, tag_of
+from . import (  # noqa: F401
+    cat_ops,
+    index_read_ops,
+    index_write_ops,
+    loss_ops,
+    matrix_ops,
+    module_ops,
+    reduction_ops,
+    sort_ops,
+    view_ops,
+)  # fmt: skip
+from .layout import Layout, samplewise, tag, tag_of
 from .propagate import propagate
-from .rearrangement import reshaped, samplewise
+from .view_ops import reshaped
 
 __all__ = ["Layout", "propagate", "reshaped", "samplewise", "tag", "tag_of"]

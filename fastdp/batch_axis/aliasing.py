@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .calls import Call
-from .data_memory import LABELS, HeldBytes, foreign, is_over, storage_of, written
 from .generations import is_forgotten, is_past
-from .layout import Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
+from .layout import Layout, layout_of_owners, layout_on, owner_map, spread, stale_layout, tag
 from .operator_table import RENORMING
-from .tensor_notes import APART, HELD, INPUT
+from .tensor_notes import APART, HELD, INPUT, OF_LABELS, HeldBytes, foreign, is_over, storage_of, written
 
 _SHARED = (
     "a tensor shares its memory with data that was written to, or made data of another tensor, out of autograd's sight "
@@ -44,7 +43,7 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
             return found
         if held is None or is_apart(tensor):
             return None
-        if (held[1] is LABELS and len(held) == 2) or is_forgotten(held[1], held[0]):
+        if (held[1] is OF_LABELS and len(held) == 2) or is_forgotten(held[1], held[0]):
             return None  # others of a user's tensors may lie there, too
         if is_past(held[1]):
             found = stale_layout(tensor, batch)
@@ -123,10 +122,8 @@ def _of_base(base: Tensor, view: Tensor, known: Layout | None, layout: Layout) -
     rows = owner_map(base, known)
     if rows is None or view.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return None
-    shape = [1] * view.dim()
-    shape[layout.dim] = layout.rows
     inside = rows.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
-    owners = layout.owners(view.device).view(shape).expand(view.shape)
+    owners = spread(layout.owners(view.device), layout.dim, view.shape)
     if known is not None:
         return known if known.alone < 0 and bool((inside == owners).all()) else None
     inside.copy_(owners)

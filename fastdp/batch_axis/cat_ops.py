@@ -8,11 +8,10 @@ from torch import Tensor
 from ..utils.pytree import tensors_in
 from . import tensor_notes
 from .batch_slices import cut, joined_rows
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import CONCATENATIONS, spellings
 from .propagate import ask, one_row
-from .rules import layout_rule
 
 T = torch.Tensor
 
@@ -99,7 +98,7 @@ def _pad_sequence(call: Call) -> Tags:
 
 
 def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
-    """Groups of the rows of tensors put one after another."""
+    """Groups of the rows of tensors put one after another (the experts' parts of JetMoe)."""
     if all(layout.order is None for layout in layouts):
         return None
     parts: list[Tensor] = []

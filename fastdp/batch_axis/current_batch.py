@@ -1,13 +1,16 @@
-"""The physical batch that a loader has handed out last; the engine and the optimizer read it."""
+"""The physical batch that a loader has handed out last, and whose its records are (groups of records)."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from .row_groups import People
+import torch
+
+from ..errors import StepError
+from .row_groups import People, numbers_of
 
 
 class PhysicalBatch(NamedTuple):
@@ -68,3 +71,96 @@ def tell_of_batches(function: Callable[[Any, int], None]) -> None:
 def now() -> int:
     """A moment, later than all before."""
     return next(_MOMENTS)
+
+
+class SampleGroups:
+    """Whose the records of a batch are: as a loader tells, or as the user said of the coming batch."""
+
+    def __init__(self) -> None:
+        self.batch_in_hand: Callable[[], PhysicalBatch | None] = current
+        self.in_hand: int | None = None  # when a loader handed out the batch of the last forward
+        self._said: People | None = None
+        self._used = False  # what was said, by a backward
+
+    def say(self, keys: Any) -> None:
+        """One key a record of the coming batch; None: from now on a sample is a record again."""
+        if keys is None:
+            self._said = None
+            return
+        numbers, known = numbers_of(keys)
+        self._said, self._used = People(torch.tensor(numbers, dtype=torch.long), known), False
+
+    def grouped(self) -> bool:
+        """Whether the records of the batch in hand, or of the coming one, are of persons."""
+        current = self.batch_in_hand()
+        return self._said is not None or (current is not None and current.people is not None)
+
+    def use(self, people: People | None) -> None:
+        """A backward has taken them: they are of no other batch. Raises StepError where they came after its forward."""
+        if self._said is not None and not self._used and people is None:
+            raise StepError(
+                "group_by() was called between a forward and its backward, so this batch was taken for records, not "
+                "groups of them: call group_by() with the keys of a batch before the model sees it"
+            )
+        self._used = self._used or people is self._said
+
+    def of_batch(self, batch: int) -> People | None:
+        """The persons of a batch of so many records; None: a sample is a record."""
+        self.in_hand = None
+        try:
+            current = self.batch_in_hand()
+            self.in_hand = None if current is None else current.moment
+        except StepError as problem:
+            return _unknown(str(problem)) if self._said is not None else None
+        told = None if current is None else current.people
+        if self._said is None:
+            if told is not None and told.records != batch:
+                return _unknown(f"the loader handed out {told.records} records, the model was given {batch}")
+            return told
+        if current is not None:
+            how = "tells whose its records are: leave group_by() out" if told else "samples records, not persons: give "
+            return _unknown(f"group_by() was called, but the poisson_loader {how}{'' if told else 'it group_by='}")
+        if self._used:
+            return _unknown(
+                "group_by() was called for the previous batch, not for this one: call it before every forward, or once "
+                "with None to go back to samples of one record"
+            )
+        if self._said.records != batch:
+            return _unknown(f"group_by() was given {self._said.records} keys for a batch of {batch} records")
+        return self._said
+
+
+def _unknown(problem: str) -> People:
+    return People(torch.zeros(0, dtype=torch.long), problem=problem)
+
+
+class Unit:
+    """What a sample of a run is, which its epsilon protects: the same in every batch, and in one backward of a step."""
+
+    def __init__(self) -> None:
+        self.grouped: bool | None = None  # whether it is a group of records; None: no batch yet
+        self._keys: set[Hashable] = set()  # of the groups in backwards since the last call of step
+
+    def take(self, people: People | None, begun: bool) -> None:
+        """The samples of one more backward; begun: there were others. Raises StepError where they cannot be added."""
+        grouped = people is not None
+        if begun and self.grouped not in (None, grouped):
+            now, before = ("groups of records", "records") if grouped else ("records", "groups of records")
+            raise StepError(
+                f"the samples of this batch are {now}, those of the steps so far were {before}: no one epsilon holds "
+                "for both. Call group_by() for every batch, or train with poisson_loader(group_by=); to change for "
+                "good make a new optimizer."
+            )
+        keys = set() if people is None else set(people.keys)
+        if again := len(keys & self._keys):
+            raise StepError(
+                f"{again} of {len(keys)} groups have records in a backward before, of the same step: each part would "
+                "be clipped on its own, so one group could contribute twice the clipping norm. Put all records of a "
+                "group into one batch, as fastdp.poisson_loader(group_by=) does."
+            )
+        self.grouped = grouped
+        self._keys |= keys
+
+    def forget(self) -> None:
+        """A step was made, or its gradients dropped."""
+        self._keys = set()

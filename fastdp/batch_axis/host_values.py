@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from . import operator_table
-from .data_memory import storage_of
 from .generations import nothing, now
-from .tensor_notes import KNOWN
+from .tensor_notes import KNOWN, storage_of
 
 
 class Order:

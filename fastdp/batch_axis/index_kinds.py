@@ -1,7 +1,8 @@
 """Kinds of index: constant, made by each sample for itself, or dependent on other samples.
 
 A sample may pick among its own rows (the tokens that it sends to an expert); a choice that depends on other
-samples mixes them.
+samples mixes them. Whole numbers made of places are told by value: columns of `nonzero()`, and rows numbered within
+their own group.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .calls import Call
+from . import operator_table, tensor_notes
+from .calls import Call, Tags
 from .host_values import at, both_known, is_asked, is_order, made_known, on_host
-from .layout import Layout
+from .layout import Layout, spread
 
 
 class Entry(NamedTuple):
@@ -91,15 +93,6 @@ def found_in(
     return coordinates, layout.owners(mask.device)[rows], group
 
 
-def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """Values by position along `dim`, as a tensor of this shape."""
-    if shape == values.shape:
-        return values
-    view = [1] * len(shape)
-    view[dim] = values.numel()
-    return values.view(view).expand(shape)
-
-
 def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:
     """Why a choice of rows mixes samples, or ''. position: of the entry along the samples, rows laid as `layout`."""
     picked = entries[position].tensor
@@ -170,3 +163,61 @@ def _same(own: Tensor, chosen: Tensor) -> bool:
     except RuntimeError:
         return False
     return bool((own == chosen).all())
+
+
+def mark_coordinates(matrix: Tensor, dim: int) -> None:
+    """Note on a matrix [found, dimensions] that the samples lay along dimension `dim`."""
+    matrix.__dict__[tensor_notes.COLUMN] = (dim, matrix._version)
+
+
+def keep_coordinates(matrix: Tensor, reshaped: Tensor) -> None:
+    """Carry the note to a view whose last dimension is still that of the columns."""
+    note = matrix.__dict__.get(tensor_notes.COLUMN)
+    if note is not None and note[1] == matrix._version and reshaped.shape[-1:] == matrix.shape[-1:]:
+        reshaped.__dict__[tensor_notes.COLUMN] = (note[0], reshaped._version)
+
+
+def is_position_within(matrix: Tensor, index: tuple[Any, ...]) -> bool:
+    """Whether the index picks one column, and not the samples'."""
+    note = matrix.__dict__.get(tensor_notes.COLUMN)
+    if note is None or note[1] != matrix._version or not index or type(index[-1]) is not int:
+        return False
+    whole = all(item is Ellipsis or isinstance(item, int | slice) for item in index)
+    spans = any(item is Ellipsis for item in index) or len(index) == matrix.dim()
+    return whole and spans and index[-1] % matrix.size(-1) != note[0]
+
+
+def repeated(layout: Layout, times: Tensor, rows: Tensor) -> Layout:
+    """The layout of rows that were repeated as often as each sample's own data says, to the rows of these numbers.
+
+    Where all say the same, rows lie as in any batch of so many rows a sample; else their places depend on the samples
+    before, and constants must not meet them by place.
+    """
+    even = times.numel() > 0 and bool((times == times.flatten()[0]).all())
+    return layout.taken(layout.dim, rows, layout.order if even and layout.order is None else torch.zeros_like(rows))
+
+
+def note_groups(call: Call, times: Tensor, by: Layout) -> None:
+    """Note on numbers of several samples, repeated as often as each sample says, which group every row is of."""
+    if times.dim() != 1 or not isinstance(call.out, Tensor) or call.out.dim() != 1 or call.out.is_floating_point():
+        return
+    groups = torch.arange(by.rows, device=times.device).repeat_interleave(times)
+    if len(groups) == len(call.out):
+        call.out.__dict__[tensor_notes.GROUPS] = (groups, repeated(by, times, groups), call.out._version)
+
+
+def counted(call: Call) -> Tags | None:
+    """Of constants less repeated starts that number the rows of each group; None of any other call."""
+    if call.name not in operator_table.SUBTRACTING or len(call.args) != 2 or call.kwargs:
+        return None
+    numbers, starts = call.args
+    note = starts.__dict__.get(tensor_notes.GROUPS) if isinstance(starts, Tensor) else None
+    if note is None or note[2] != starts._version or not isinstance(numbers, Tensor):
+        return None
+    groups, layout, _ = note
+    by = call.layout(starts)
+    if by is None or not by.mixed or call.layout(numbers) is not None or call.out.shape != groups.shape:
+        return None
+    rows = torch.arange(len(groups), device=groups.device)
+    first = torch.searchsorted(groups, groups)  # groups come in order
+    return [(call.out, layout)] if torch.equal(call.out, (rows - first).to(call.out.dtype)) else None

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .batch_positions import WHY, is_fixed, rows_alike
 from .batch_slices import cut
-from .calls import Call, Tags
-from .equivalent_sums import Spread, gathered
+from .calls import Call, Tags, layout_rule
 from .host_values import at, in_some_order, numbered
 from .index_kinds import (
     Entry,
@@ -19,15 +18,14 @@ from .index_kinds import (
     found_in,
     index_on_host,
     index_tuple,
+    is_position_within,
     order_of,
     problem_of,
-    spread,
 )
-from .layout import Layout, is_one
-from .nonzero_coordinates import is_position_within
+from .layout import Layout, extent_of, is_one, spread
 from .propagate import ask, one_row
-from .rearrangement import reshaped
-from .rules import layout_rule
+from .reduction_ops import Spread, gathered
+from .view_ops import reshaped
 
 T = torch.Tensor
 
@@ -297,23 +295,16 @@ def _as_strided(call: Call) -> Tags:
     if 0 in source.stride():
         return call.all_combined("takes windows of memory that stands for many rows")
     given, layout = layout, layout.along(0, source.size(0) if source.dim() else 1, source.device)
-    view = [1] * source.dim()
-    view[layout.dim : layout.dim + 1] = [layout.rows] * bool(source.dim())
     offset = call.out.storage_offset() - source.storage_offset()
     if offset < 0:
         return call.all_combined("takes windows of memory outside of its input")
-    span = max(_extent(source), offset + _extent(call.out))
-    memory = torch.full((span,), -1, device=source.device)
-    memory.as_strided(source.shape, source.stride()).copy_(torch.arange(layout.rows, device=source.device).view(view))
+    memory = torch.full((max(extent_of(source), offset + extent_of(call.out)),), -1, device=source.device)
+    numbers = spread(torch.arange(layout.rows, device=source.device), layout.dim, source.shape)
+    memory.as_strided(source.shape, source.stride()).copy_(numbers)
     rows = memory.as_strided(call.out.shape, call.out.stride(), offset)
     if bool((rows < 0).any()):
         return call.all_combined("takes windows of memory outside of its input")
     return [(call.out, given if given.alone >= 0 else _one_dimension(call, rows, layout))]
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements of memory from a tensor's first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @layout_rule(torch.index_select, T.index_select, by_value=True, picks=True, joins=True)
@@ -371,7 +362,7 @@ def _looked_up(call: Call, table: Tensor, index: Tensor, by: Layout, dim: int | 
 
 
 def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor) -> Layout | None:
-    """Rows gathered along the samples' dimension: whole rows, of the sample whose index it is."""
+    """Rows gathered along the samples' dimension: whole rows, of the sample whose index it is (labels of DeBERTa)."""
     if by is None and layout.order is not None:
         return call.combined("picks rows of an order that depends on other samples")
     owners = layout.owners(index.device)[index]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import tensor_notes
 from .batch_slices import BY_POSITION
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
-from .index_kinds import Entry, expanded, index_tuple, permutes, spread
-from .layout import Layout
+from .index_kinds import Entry, expanded, index_tuple, permutes
+from .inputs import layouts_marked
+from .layout import NOBODY, Layout, spread
 from .operator_table import spellings
 from .propagate import ask
-from .rules import layout_rule
-from .scatter_targets import of_constant, shape_of
 from .totals import total_of
 
 T = torch.Tensor
@@ -308,3 +309,65 @@ def _masked_scatter(call: Call) -> Tags:
         if same and torch.equal(places, sources):
             return [(call.out, own._replace(dim=dim, is_row_index=False))]
     return call.all_combined(_GUESSED)
+
+
+def note_shape(tensor: Tensor, layout: Layout | None) -> None:
+    """Note on a constant made by data of this layout (`h.new_zeros(h.shape)`) that it has as many rows."""
+    if layout is None or layout.mixed or layout.alone >= 0:
+        return
+    if tensor.shape[layout.dim : layout.dim + 1] == (layout.rows,):
+        tensor.__dict__[tensor_notes.SHAPED] = Layout(
+            layout.batch, layout.dim, layout.outer, layout.inner, layout.owner
+        )
+
+
+def shape_of(tensor: Tensor, batch: int) -> Layout | None:
+    """What was noted of a constant's shape."""
+    layout: Layout | None = tensor.__dict__.get(tensor_notes.SHAPED)
+    return layout if layout is not None and layout.batch == batch else None
+
+
+def of_constant(
+    call: Call, target: Tensor, dim: int, index: Tensor, own: Tensor, by_constants: bool, like: Layout | None
+) -> Layout | None:
+    """The layout of a constant whose rows `index` along dim get data of the samples `own`; None: two samples' meet.
+
+    index, own: of one shape; by_constants: the index is none made of data; like: of the rows that are written.
+    """
+    size = target.size(dim)
+    if index.numel() and (int(index.min()) < -size or int(index.max()) >= size):
+        return None
+    rows = torch.where(index < 0, index + size, index).long()
+    for layout in _candidates(call, target, dim, like):
+        if torch.equal(layout.owners(target.device)[rows], own):
+            return layout
+    if not by_constants:  # which rows nobody wrote to would depend on the data
+        return None
+    found = torch.full((size,), NOBODY, device=target.device)
+    found[rows.flatten()] = own.flatten()
+    if not index.numel() or not torch.equal(found[rows], own):
+        return None
+    owner = _filled(found)
+    return Layout(call.batch, dim, owner=owner).taken(dim, torch.arange(size, device=target.device))
+
+
+def _candidates(call: Call, target: Tensor, dim: int, like: Layout | None) -> Iterator[Layout]:
+    size, batch = target.size(dim), call.batch
+    shaped = shape_of(target, batch)
+    if shaped is not None and shaped.dim == dim and shaped.rows == size:
+        yield shaped
+    if size and size % batch == 0:
+        yield Layout(batch, dim, 1, size // batch)
+    for layout in layouts_marked(batch, target.device):
+        if layout.rows == size:
+            yield layout._replace(dim=dim)
+    if like is not None and like.rows == size and like.order is None:
+        yield Layout(batch, dim, like.outer, like.inner, like.owner)
+
+
+def _filled(owner: Tensor) -> Tensor:
+    """Rows of nobody counted to the sample of the row before, the first ones to that of the row after."""
+    rows = torch.arange(len(owner), device=owner.device)
+    last = torch.where(owner == NOBODY, rows.new_full((), -1), rows).cummax(0).values
+    first = int((owner != NOBODY).nonzero()[0])
+    return owner[last.clamp(min=first)]

@@ -19,10 +19,10 @@ from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
 from .batch_positions import made_in_sight
 from .calls import Call
-from .data_memory import is_of_model, release
 from .index_kinds import permutes
 from .layout import Layout, tag, tag_of
 from .loss_ops import LOSSES, class_weights
+from .tensor_notes import is_of_model, release
 
 UNKNOWN_ORDER = (
     "the loss takes labels in an order given by an index that was made before the forward. They are taken to belong to "
@@ -36,27 +36,24 @@ TWO_ORDERS = (
 )
 
 
+# which arguments of a function may be labels, by its name; of several kinds the last counts
+_KINDS = {
+    **dict.fromkeys(operator_table.INDEXED_BY_LABELS, "index"),
+    "einsum": "einsum",
+    "gather": "gather",
+    **dict.fromkeys(operator_table.MULTIPLIED_BY_LABELS, "product"),
+    **dict.fromkeys(operator_table.RESHAPING_LABELS | operator_table.COMBINING_LABELS, "all"),
+    **dict.fromkeys(operator_table.ELEMENTWISE | operator_table.PAIRED_WITH_LABELS, "all"),
+    **dict.fromkeys(("masked_select", "tolist", "numpy"), "all"),
+    **dict.fromkeys(operator_table.TAKING_ROWS, "rows"),
+}
+
+
 @functools.lru_cache(maxsize=1024)
 def _kind(func: Any) -> str:
     """Which arguments of a function may be labels."""
-    name = operator_table.function_name(func)
-    if name in operator_table.TAKING_ROWS:
-        return "rows"
-    if name in ("masked_select", "tolist", "numpy") or name in operator_table.PAIRED_WITH_LABELS:
-        return "all"
-    if name in operator_table.RESHAPING_LABELS | operator_table.ELEMENTWISE | operator_table.COMBINING_LABELS:
-        return "all"
-    if name in operator_table.MULTIPLIED_BY_LABELS:
-        return "product"
-    if name == "einsum":
-        return name
-    if name == "gather":
-        return name
-    if name in operator_table.INDEXED_BY_LABELS:
-        return "index"
-    if func is torch.nn.functional.ctc_loss:
-        return "ctc"
-    return "loss" if func in LOSSES else ""
+    of_losses = "ctc" if func is torch.nn.functional.ctc_loss else "loss" if func in LOSSES else ""
+    return _KINDS.get(operator_table.function_name(func), of_losses)
 
 
 class Origin(NamedTuple):

@@ -1,7 +1,7 @@
 """`Layout`: which rows of a tensor belong to which sample, or why this is not known.
 
 A tensor computed from the batch carries a `Layout`: the dimension along which the samples lie, and
-how the rows of that dimension map to samples. `fastdp.propagate` carries layouts through a forward;
+how the rows of that dimension map to samples. `propagate` carries layouts through a forward;
 here is what a layout means and how to cut a tensor by sample.
 """
 
@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from . import generations
-from .data_memory import LABELS, hold, storage_of
 from .generations import Generation, is_forgotten, is_past, pickled, unpickled
 from .host_values import at, in_some_order, made_known, on_host, same_numbers
-from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, PRESUMED, RELAID, TAGGED_AT, TOKEN
+from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, OF_LABELS, PRESUMED, RELAID, TAGGED_AT, TOKEN, hold, storage_of
 
 NOBODY = -1  # owner of memory that no sample was written to
 
@@ -38,7 +37,7 @@ class Layout(NamedTuple):
     means nothing. `size_from_data` says that the data of that sample made one of its sizes.
     `inferred` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
     2: rows that an index counted over the whole batch picked, which must not pass for constants either.
-    `shifted` is there where `mixed` came of one number taken from all rows alike (`batch_axis.softmax_shift`).
+    `shifted` is there where `mixed` came of one number taken from all rows alike (`batch_axis.totals`).
     `total`, beside `mixed`, says that the numbers are sums over the samples of terms of one sample each, with weights
     that no sample's data changes (`batch_axis.totals`): what a loss may be. "sum", or "mean" where it is divided by the
     number of samples; "either", where a constant equals that number; "both", where one is added to the other.
@@ -227,7 +226,7 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
         notes[TAGGED_AT] = tensor._version
     if INPUT in notes or PRESUMED in notes:
         notes[TOKEN] = None
-        hold(tensor, layout, view, None if INPUT in notes else LABELS)
+        hold(tensor, layout, view, None if INPUT in notes else OF_LABELS)
         return
     if moment.token is not None or TOKEN in notes:
         notes[TOKEN] = moment.token
@@ -299,16 +298,32 @@ def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
 
 def owner_map(base: Tensor, layout: Layout | None) -> Tensor | None:
     """Owner of each element of a tensor's memory, from its first to its last."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
-    memory = torch.full((extent,), NOBODY, device=base.device)
     if layout is None:
-        return memory
+        return torch.full((extent_of(base),), NOBODY, device=base.device)
     if base.shape[layout.dim : layout.dim + 1] != (layout.rows,) or any(s == 0 for s in base.stride()):
         return None
-    shape = [1] * base.dim()
-    shape[layout.dim] = layout.rows
-    memory.as_strided(base.shape, base.stride()).copy_(layout.owners(base.device).view(shape))
+    return element_owners(base, layout)
+
+
+def extent_of(tensor: Tensor) -> int:
+    """Elements of memory from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def element_owners(base: Tensor, layout: Layout) -> Tensor:
+    """The same of memory in which every row of the layout lies."""
+    memory = torch.full((extent_of(base),), NOBODY, device=base.device)
+    memory.as_strided(base.shape, base.stride()).copy_(spread(layout.owners(base.device), layout.dim, base.shape))
     return memory
+
+
+def spread(values: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """Values by position along `dim`, as a tensor of this shape."""
+    if tuple(shape) == values.shape:
+        return values
+    view = [1] * len(shape)
+    view[dim : dim + 1] = [values.numel()] * len(view[dim : dim + 1])
+    return values.view(view).expand(tuple(shape))
 
 
 def layout_of_owners(owners: Tensor, like: Layout) -> Layout | None:
@@ -355,3 +370,27 @@ def rows_each(owner: Tensor, batch: int) -> int:
     owner = owner if host is None else host
     regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
     return each if torch.equal(owner, regular) else 0
+
+
+def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
+    """Cut by sample: [*shape] -> [batch, *shape with dim -> rows of one sample].
+
+    Rows in any order (`owner`) are padded with zeros to the largest number of rows of a sample.
+    """
+    dim, batch = layout.dim, layout.batch
+    if layout.owner is None:
+        if layout.outer == 1 and layout.inner == 1:
+            return tensor.unsqueeze(1) if dim == 0 else tensor.movedim(dim, 0).unsqueeze(dim + 1)
+        cut = tensor.unflatten(dim, (layout.outer, batch, layout.inner))
+        return cut.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    owner = layout.owner.to(tensor.device)
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(in_some_order(owner), minlength=batch)
+    width = int(counts.max()) if owner.numel() else 0
+    first = (counts.cumsum(0) - counts).to(owner.device)
+    by_owner = owner[order]
+    slot = torch.arange(owner.numel(), device=owner.device) - first[by_owner]
+    rows = tensor.movedim(dim, 0)[order]
+    padded = rows.new_zeros((batch, width, *rows.shape[1:]))
+    padded[by_owner, slot] = rows
+    return padded.movedim(1, dim + 1)

@@ -6,50 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SampleMixingError
-from ..utils.pytree import tensors_in
 from . import tensor_notes
-from .attention_masks import masks_others
-from .calls import Call, Tags
-from .layout import Layout
+from .calls import Call, Tags, layout_rule
 from .propagate import ask
-from .rules import layout_rule
 
 T = torch.Tensor
-
-
-@layout_rule(F.scaled_dot_product_attention)
-def _attention(call: Call) -> Tags:
-    known = _apart_in_attention(call)
-    if known is not None:
-        return [(call.out, known)]
-    if len(call.inputs()) > len([t for t in tensors_in(call.args[:3]) if call.layout(t) is not None]):
-        return ask(call)  # a mask made of data
-    query = call.layout(call.args[0])
-    for tensor in tensors_in(call.args[:3]):
-        layout = call.layout(tensor)
-        if layout is not None and layout.dim >= tensor.dim() - 2:
-            apart = query is not None and masks_others(call, query)
-            return [(call.out, query if apart else call.combined("attends from one sample to another"))]
-    others = {call.layout(tensor) for tensor in tensors_in(call.args[1:3])}
-    if query is not None and query.owner is None and others == {query}:
-        return [(call.out, query)]
-    return ask(call)
-
-
-def _apart_in_attention(call: Call) -> Layout | None:
-    """The result's layout, where queries, keys, values and mask have the samples in one dimension before those that are
-    combined: whatever they hold, no sample meets another. None where that cannot be told from shapes."""
-    known = call.inputs()
-    places = {layout.dim - tensor.dim() for tensor, layout in known}
-    place, first = max(places), known[0][1]
-    grouped = bool(call.kwargs.get("enable_gqa")) and place == -3  # rows of keys then serve several of queries
-    if len(places) > 1 or place >= -2 or grouped or call.out.size(place) != first.rows:
-        return None
-    for tensor, layout in known:
-        plain = layout.owner is layout.order is None and layout.alone < 0 and not (layout.mixed or layout.is_row_index)
-        if not plain or layout.inferred or layout[2:4] != first[2:4] or tensor.size(place) != first.rows:
-            return None
-    return first._replace(dim=call.out.dim() + place)
 
 
 @layout_rule(F.embedding)

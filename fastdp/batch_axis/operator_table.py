@@ -1,7 +1,7 @@
 """The table of torch functions by kind (views, in-place, random, ...) that all rules read.
 
 A name stands for every spelling of the function (`torch.f`, `Tensor.f`, `F.f`). What only a function's own rule can
-know (that it picks rows, or joins them) stands at the rule (`fastdp.batch_axis.rules`).
+know (that it picks rows, or joins them) stands at the rule (`fastdp.batch_axis.calls`).
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ from ..utils.cache import Answers
 from ..utils.pytree import map_tensors, tensors_in
 from .batch_positions import is_fixed
 from .calls import Call, Inputs, Tags
-from .layout import Layout
-from .meta_probing import key_of
+from .layout import Layout, spread
 from .operator_table import MOVING_DIMS, REARRANGING, UNCHECKED, VIEWS
-from .probe_values import DRAWS, Draw, are_close, is_close
+from .probe_calls import DRAWS, Draw, are_close, is_close, key_of
 
 _INDEPENDENT = Answers()
 _BLIND = Answers()  # kinds of calls that do not mind a sample's place
@@ -43,21 +42,18 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     data = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed]
     if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2 or _is_view_of_rows(call, data, tags):
         return True
-    key: Any = None
+    kind, kept = _kind(call), False
     moving = call.func in REARRANGING
     rows = {call.batch, *[layout.rows for _, layout in inputs]}
     varying = any(not rows.isdisjoint(t.shape) for t in call.constants())
     by_sizes = moving or (call.name == "__getitem__" and len(call.tensors) == 1)  # of whole numbers: reads no tensor's
     if (moving or not varying) and all((by_sizes or t.is_floating_point()) and lay.owner is None for t, lay in data):
-        try:
-            key = (call.func, call.batch, key_of(call))
-            if key in _INDEPENDENT:
-                return True
-        except TypeError:
-            key = None
+        kept = kind is not None
+        if kept and kind in _INDEPENDENT:
+            return True
     if call.in_place and call.before is None:
         return False
-    asked, kind = False, _kind(call)
+    asked = False
     for draw in DRAWS[:1] if kind in _SCALED else DRAWS:
         drawn = _drawn(call, data, draw)
         if drawn is not None:
@@ -69,8 +65,8 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
         return False
     if kind is not None:
         _SCALED[kind] = True
-    if key is not None:
-        _INDEPENDENT[key] = True
+    if kept:
+        _INDEPENDENT[kind] = True
     return True
 
 
@@ -104,9 +100,7 @@ def _is_view_of_rows(call: Call, data: Inputs, tags: Tags) -> bool:
 
 def _spread(layout: Layout, shape: torch.Size) -> Tensor:
     """The sample of each number of a tensor of this shape, on the CPU."""
-    view = [1] * len(shape)
-    view[layout.dim] = layout.rows
-    return layout.owners(torch.device("cpu")).view(view).expand(shape)
+    return spread(layout.owners(torch.device("cpu")), layout.dim, shape)
 
 
 _SCALED = Answers()  # kinds of calls that were asked with numbers of every size
@@ -268,13 +262,9 @@ def is_blind_to_order(call: Call, inputs: Inputs, tags: Tags) -> bool:
     ordered = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed and layout.alone < 0]
     number = torch.arange(ordered[0][1].rows, device=ordered[0][0].device)
     for order in (number.flip(0), number.roll(1)):
-        state = torch.get_rng_state()
-        try:
-            after = _results(call, {id(t): t.detach().index_select(layout.dim, order) for t, layout in ordered})
-        except (RuntimeError, ValueError, IndexError, TypeError):
+        after = _run_again(call, ordered, [t.detach().index_select(layout.dim, order) for t, layout in ordered])
+        if after is None:
             return False
-        finally:
-            torch.set_rng_state(state)
         for (before, layout), now in zip(tags, after, strict=False):
             if layout is None or layout.mixed:
                 continue

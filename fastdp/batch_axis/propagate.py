@@ -3,7 +3,7 @@
 Most functions are asked, not listed: the function is run once on meta tensors whose batch is larger by
 one, and the dimension of the result that grew is where its samples lie. The answer is cached by shapes.
 Only functions that bake sizes in (views), move rows (indexing) or mix rows in place of a dimension
-(softmax along the batch) need a rule of their own: `fastdp.batch_axis.view_ops`, `rows` and `along`.
+(softmax along the batch) need a rule of their own: `view_ops`, `index_read_ops`, `reduction_ops` and others.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import FastDPError
 from ..utils.pytree import tensors_in
-from . import batch_positions, operator_table, softmax_shift, tensor_notes, totals
+from . import batch_positions, operator_table, tensor_notes, totals
 from .aliasing import written_through
 from .batch_positions import by_place, was_by_place
 from .batch_slices import cut
-from .calls import Call, Inputs, Tags
-from .data_memory import written
-from .inferred import with_inferred
+from .calls import Call, Inputs, Tags, rule_of
+from .index_kinds import counted
 from .layout import Layout, layout_on, tag
-from .meta_probing import cached_trial
-from .probe_values import fewer
+from .operator_table import CONCATENATIONS, UNCHECKED
+from .probe_calls import cached_trial, fewer
 from .probing import any_whole, coupling, draws, is_blind_to_order
 from .python_reads import read_of
-from .ranks_in_group import counted
-from .rules import rule_of
 from .sample_loops import of_no_numbers, of_one_sample
+from .tensor_notes import written
 
 
 def propagate(call: Call) -> str:
@@ -275,11 +274,45 @@ def _guess(call: Call, tensor: Tensor, inputs: Inputs, mixed: str) -> Layout | N
     return call.combined("has a result whose rows could not be followed", mixed)
 
 
+# ------------------------------------------------------------------ layouts inferred from shapes
+
+_NAMES = ("masked_scatter", "index_put", "index_add", "index_copy", "masked_fill", "where", "add", "sub", "mul", "div")
+
+
+def with_inferred(call: Call, inputs: Inputs, tags: Tags, again: Callable[[Call], Tags]) -> Tags:
+    """Layouts of the results, where an argument's layout is a guess: confirmed, dropped, or a guess still."""
+    sure = [(tensor, layout) for tensor, layout in inputs if not layout.inferred]
+    guesses = [(tensor, layout) for tensor, layout in inputs if layout.inferred]
+    mixes = any(layout is not None and layout.mixed for _, layout in tags)
+    level = max(layout.inferred for _, layout in guesses)
+    if level < 2 and sure and mixes and not any(tensor.requires_grad or layout.mixed for tensor, layout in guesses):
+        if call.in_place and any(tensor is call.args[0] for tensor, _ in guesses):
+            return tags
+        return again(call.supposing({id(tensor): None for tensor, _ in guesses}))
+    left = level if mixes or not _confirms(call, sure, tags) else 0
+    return [(tensor, layout and layout._replace(inferred=left)) for tensor, layout in tags]
+
+
+def _confirms(call: Call, sure: Inputs, tags: Tags) -> bool:
+    """Whether every row of the result is made of known rows of its sample too."""
+    if len(tags) != 1 or not any(not layout.mixed and layout.alone < 0 for _, layout in sure):
+        return False
+    if call.func in CONCATENATIONS:
+        layout = tags[0][1]
+        dim = call.argument(1, "dim", 0) % call.out.dim() if isinstance(call.out, Tensor) else 0
+        return layout is not None and layout.alone < 0 and dim != layout.dim
+    if call.name in ("__setitem__", *_NAMES, *[f"{name}_" for name in _NAMES]) and call.name != "where":
+        first = next(iter(tensors_in(call.args)), None)
+        writes = call.name.rstrip("_") not in ("add", "sub", "mul", "div")
+        return not writes or any(tensor is first for tensor, _ in sure)
+    return call.func is F.scaled_dot_product_attention or call.func in UNCHECKED
+
+
 # `layouts_of` asks them in this order; each gives None of calls that it has nothing to say of
 ANSWERS: tuple[Callable[[Call], Tags | None], ...] = (
-    softmax_shift.begins,
+    totals.begins_shift,
     totals.follow,
-    functools.partial(softmax_shift.follow, ask=_answer),
+    functools.partial(totals.follow_shift, ask=_answer),
     counted,
     of_one_sample,
     _by_rule,

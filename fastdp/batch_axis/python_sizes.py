@@ -112,7 +112,7 @@ class Sizes:
         """Whether the code that calls now has asked for sizes of the batch, and this number is most likely one: it is
         neither written down there as a constant, nor a fraction, which no size is."""
         if self._codes and number != int(number):
-            return self._told_inverse(number)
+            return self._is_inverse("inverse", self._batch, number)
         frame: Any = sys._getframe(2) if self._codes else None
         while frame is not None:
             if not _is_ours(frame.f_code.co_filename) and literal_in_code(frame, number, self._codes):
@@ -122,17 +122,12 @@ class Sizes:
             frame = frame.f_back
         return False
 
-    def _told_inverse(self, number: float) -> bool:
-        """Whether a fraction is one by the number of samples, or by a multiple, in two batches of unlike sizes."""
+    def _is_inverse(self, what: str, batch: int, number: float) -> bool:
+        """Whether a number at this line has gone, from a batch of another size to this one, as one by the sizes."""
         if (frame := users(sys._getframe(1))) is None:
             return False
-        place = ("inverse", frame.f_code, frame.f_lineno)
-        before = self._places.setdefault(place, (self._batch, number, self._forwards))
-        return (
-            before is not None
-            and before[0] != self._batch
-            and math.isclose(number / before[1], before[0] / self._batch)
-        )
+        before = self._places.setdefault((what, frame.f_code, frame.f_lineno), (batch, number, self._forwards))
+        return before is not None and before[0] != batch and math.isclose(number / before[1], before[0] / batch)
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
@@ -185,16 +180,8 @@ class Sizes:
 
     def _grows(self, call: Call, number: float) -> bool:
         """Whether what a total is divided by is a multiple of the number of samples that grows with it: a power."""
-        frame: Any = users(sys._getframe(1))
-        if frame is None:
-            return False
         size = abs(number) if abs(number) >= 1 else 1 / abs(number)
-        place = ("power", call.name, frame.f_code, frame.f_lineno)
-        before = self._places.setdefault(place, (call.batch, size / call.batch, self._forwards))
-        times = size / call.batch
-        return (
-            before is not None and before[0] != call.batch and math.isclose(times / before[1], call.batch / before[0])
-        )
+        return self._is_inverse(f"power {call.name}", call.batch, call.batch / size)
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:
         frame: Any = sys._getframe(2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,10 @@ from torch import Tensor
 
 from . import tensor_notes
 from .batch_slices import NOTED
-from .calls import Call, Tags
-from .equivalent_sums import Spread, gathered, spread, spread_in
+from .calls import Answer, Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
-from .rules import Answer, layout_rule
 from .totals import equal_counts, note_terms, total_of
 
 T = torch.Tensor
@@ -115,3 +114,51 @@ def _moved(call: Call) -> Tags:
 
 
 layout_rule(F.normalize)(along(2, "dim"))
+
+
+class Spread(NamedTuple):
+    """Where the terms of a sum lie, by the tensor that had them as rows: `by` of what is made of it the sum is there.
+
+    by: "sum", all of it added up; "last", the last along `dim`; "trace". versions: of the source, and of what has it.
+    """
+
+    by: str
+    source: Tensor
+    layout: Layout
+    versions: tuple[int, int]
+    dim: int = 0
+
+
+def spread(call: Call, by: str, why: str, dim: int = 0) -> Tags:
+    """Tags of a result in which no row is one sample's, but which may be added up."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is not None and not layout.mixed and layout.alone < 0 and isinstance(call.out, Tensor):
+        call.out.__dict__[tensor_notes.SPREAD] = Spread(by, source, layout, (source._version, call.out._version), dim)
+    return call.all_combined(why)
+
+
+def spread_in(tensor: Tensor) -> Spread | None:
+    """Where the terms lie, if neither the tensor nor what it was made of was written to since."""
+    found: Spread | None = tensor.__dict__.get(tensor_notes.SPREAD)
+    return found if found is not None and found.versions == (found.source._version, tensor._version) else None
+
+
+def gathered(call: Call, by: str, takes: Callable[[Spread], bool] = lambda found: True) -> Tags | None:
+    """Tags of a call that adds up what was spread; None of any other."""
+    found = spread_in(call.args[0])
+    if found is None or found.by != by or not takes(found):
+        return None
+    if call.name == "mean" and not equal_counts(found.layout, call.out.device):
+        return None
+    return [(call.out, total_of(call, call.out, found.layout, "mean" if call.name == "mean" else "sum"))]
+
+
+@layout_rule(*spellings("diag"))
+def _diagonal(call: Call) -> Tags:
+    flat = call.args[0].dim() == 1 and not call.argument(1, "diagonal", 0)
+    return spread(call, "trace", "combines samples with each other") if flat else ask(call)
+
+
+@layout_rule(*spellings("trace"))
+def _trace(call: Call) -> Tags:
+    return gathered(call, "trace") or ask(call)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..utils.pytree import tensors_in
 from . import operator_table
-from .calls import Call, Inputs, Tags
-from .layout import Layout, is_one, tag_of
-from .rules import rule_of
+from .calls import Call, Inputs, Tags, rule_of
+from .layout import Layout, element_owners, is_one, tag_of
 from .totals import sums_of_single_samples
 
 
@@ -131,9 +130,5 @@ def _written_view(call: Call, view: Tensor, layout: Layout) -> Layout:
 
 def _owners_in(base: Tensor, view: Tensor, layout: Layout) -> Tensor:
     """Which sample's place each element of a view lies in."""
-    shape = [1] * base.dim()
-    shape[layout.dim] = layout.rows
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
-    memory = torch.full((extent,), -1, device=base.device)
-    memory.as_strided(base.shape, base.stride()).copy_(layout.owners(base.device).view(shape))
+    memory = element_owners(base, layout)
     return memory.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())

@@ -1,7 +1,7 @@
 """Layout rules of sorting, and of functions that list positions (`nonzero`, `unique`, `argsort`).
 
 Their numbers are places of rows, or name the choices that occur. They may pick rows; the rules that read them
-as an index (`rows`, `written`) look whether every sample picks its own.
+as an index (`index_read_ops`, `index_write_ops`) look whether every sample picks its own.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from torch import Tensor
 
 from ..utils.pytree import tensors_in
 from . import tensor_notes
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .host_values import note_sorted
-from .index_kinds import found_in
+from .index_kinds import found_in, mark_coordinates
 from .index_read_ops import getitem
 from .layout import Layout
-from .nonzero_coordinates import mark_coordinates
 from .operator_table import spellings
 from .propagate import ask
 from .reduction_ops import along
-from .rules import layout_rule
 from .view_ops import elementwise
 
 T = torch.Tensor
@@ -129,15 +127,3 @@ def _one_hot(call: Call) -> Tags:
     if call.argument(1, "num_classes") in (None, -1):
         call.out.__dict__[tensor_notes.COUNTED] = call.out.size(-1)
     return [(call.out, call.layout(call.args[0]))]
-
-
-@layout_rule(*spellings("grouped_mm", "_grouped_mm"), by_value=True)
-def _grouped_mm(call: Call) -> Tags:
-    """Rows [S, I], each times the matrix of its group: rows stay where they are."""
-    rows, matrices = call.args[:2]
-    layout = call.layout(rows)
-    if layout is None or layout.mixed or rows.dim() != 2 or matrices.dim() != 3 or call.layout(matrices) is not None:
-        return ask(call)
-    if layout.dim != 0:
-        return call.all_combined("sums over the batch")
-    return [(call.out, layout)]

@@ -1,9 +1,22 @@
-"""Every attribute that fastdp sets on tensors and storages, by name, and what invalidates it.
+"""Every attribute that fastdp sets on tensors and storages, what invalidates it, and which storages hold batch data.
 
 A note with a version is valid while the tensor's `_version` is that one: what is written to the tensor since ends it.
 Notes lie in the tensor's `__dict__`, so they are lost where torch makes another tensor of the same memory; what must
 outlive that lies on the storage (`HELD`, `OF_MODEL`, `FOREIGN`). None of them is pickled with a meaning.
+
+torch makes tensors over a memory that exists already in ways that no function mode sees: `nn.Parameter(h)`,
+`Tensor._make_subclass`, `set_`, `from_dlpack`, `from_numpy`; and `.data` and `detach()` share memory without being
+views in autograd's books. So the memory itself (torch's storage, one Python object for as long as the memory lives)
+notes that it holds data, and every tensor that a call takes is asked whose memory it lies in (`aliasing.look`).
 """
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref as _ref
+
+import torch
+from torch import Tensor
 
 # ------------------------------------------------------------------ on data
 LAYOUT = "_fastdp_layout"  # which rows belong to which sample (`batch_axis.layout.Layout`)
@@ -24,9 +37,9 @@ GROUPS = "_fastdp_groups"  # the group of each row, the layout of these rows, th
 COLUMN = "_fastdp_column"  # the column of the samples' dimension in an index, and the version of the memory
 SHARE = "_fastdp_share"  # terms of a loss, each divided by the number of samples: the version, and if that is certain
 TERMS = "_fastdp_terms"  # on a total: what it was summed from, with that tensor's layout and version
-SPREAD = "_fastdp_spread"  # holds the terms of a sum elsewhere (`batch_axis.equivalent_sums.Spread`)
+SPREAD = "_fastdp_spread"  # holds the terms of a sum elsewhere (`batch_axis.matrix_ops.Spread`)
 PARTS = "_fastdp_parts"  # rows of parameters alone, joined with rows of data (`engine.parameter_slices`)
-GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`grad_sample.experts`)
+GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`grad_sample.routed_rows`)
 
 # ------------------------------------------------------------------ on constants
 MADE = "_fastdp_made"  # how it was made within sight, and during which batch's forward or loss
@@ -51,3 +64,134 @@ HELD = "_fastdp_held"  # (and on each tensor with a layout) what the memory held
 OF_MODEL = "_fastdp_of_model"  # the memory of a parameter, or of what was computed of parameters alone
 OF_STATE = "_fastdp_of_state"  # by which forward without gradients it was found to hold no data
 FOREIGN = "_fastdp_foreign"  # memory that torch did not make: when it was compared with the data's
+
+# ------------------------------------------------------------------ storages that hold data
+
+_PRUNE = 1_000
+OF_LABELS = "labels"  # in the place of the moment, of memory that a user's labels lie in
+_GIVEN = (None, OF_LABELS)
+
+
+# What one memory holds: the layout of a tensor over it, the moment of its batch, and, where it was written to, the
+# shape, strides and offset of this tensor. A list (small, as it is made for every result), the same object for all who
+# know this state of the memory.
+HeldBytes = list[Any]
+
+
+def is_over(held: HeldBytes, tensor: Tensor) -> bool:
+    """Whether the tensor is known for the noted one's twin."""
+    return held[2:] == [tensor.shape, tensor.stride(), tensor.storage_offset()]
+
+
+class _Holding:
+    """All memory that holds data, weakly; `turn` counts how often memory of constants became data."""
+
+    def __init__(self) -> None:
+        self.storages: list[_ref[torch.UntypedStorage]] = []
+        self.prune, self.turn = _PRUNE, 0
+
+    def drop_gone(self) -> None:
+        """Forget memory that is gone."""
+        self.storages = [known for known in self.storages if known() is not None]
+        self.prune = max(_PRUNE, 2 * len(self.storages))
+
+    def over(self, storage: torch.UntypedStorage) -> HeldBytes | None:
+        """What is noted of other memory at the same addresses (of numpy, of dlpack)."""
+        start = storage.data_ptr()
+        for known in self.storages:
+            other = known()
+            if other is None or other is storage or other.device != storage.device:
+                continue
+            begin = other.data_ptr()
+            held: HeldBytes | None = getattr(other, HELD, None)
+            if held is not None and begin < start + storage.nbytes() and start < begin + other.nbytes():
+                setattr(other, HELD, held[:2])  # what is written here, nobody can tell the tensors there
+                return held
+        return None
+
+
+HOLDING = _Holding()
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The tensor's memory; None for tensors without one (sparse)."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
+    """The tensor was given a layout: its memory holds data, of this moment's batch (None: of inputs; OF_LABELS)."""
+    try:
+        storage: Any = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return
+    held: HeldBytes | None = getattr(storage, HELD, None)
+    if held is None:
+        held = storage._fastdp_held = [layout, moment]
+        HOLDING.storages.append(_ref(storage))
+        if len(HOLDING.storages) > HOLDING.prune:
+            HOLDING.drop_gone()
+    elif (
+        held[1] is not moment
+        and held[1] is not None
+        or (held[0] is not layout and (not view or held[0].batch != layout.batch))
+    ):
+        held[:] = [layout, held[1] if held[1] in _GIVEN else moment]  # what a user made stays that
+    tensor.__dict__[HELD] = held
+
+
+def release(tensor: Tensor) -> None:
+    """What was taken for data is none after all: forget it of the tensor's memory."""
+    storage = storage_of(tensor)
+    if storage is not None and getattr(storage, HELD, None) is tensor.__dict__.get(HELD):
+        setattr(storage, HELD, None)
+
+
+def written(tensor: Tensor, layout: Any, before: Any) -> None:
+    """A tensor (no view) was written to, and holds other samples' numbers now than before: what was known of its memory
+    through other tensors is past. before: its layout then, None for a constant."""
+    storage = storage_of(tensor)
+    if storage is None or tensor.is_nested:
+        return
+    if before is None:
+        HOLDING.turn += 1
+    known: HeldBytes | None = getattr(storage, HELD, None)
+    held = [layout, known and known[1], tensor.shape, tensor.stride(), tensor.storage_offset()]
+    setattr(storage, HELD, held)
+    tensor.__dict__[HELD] = held
+
+
+def was_filled(since: int = 0) -> bool:
+    """Whether memory of constants ever became data (since that turn)."""
+    return HOLDING.turn > since
+
+
+def note_parameter(parameter: Tensor) -> None:
+    """What lies in this memory (weights, copies and averages of them) is no record's."""
+    storage = storage_of(parameter)
+    if storage is not None:
+        setattr(storage, OF_MODEL, True)
+
+
+def is_of_model(tensor: Tensor) -> bool:
+    """Whether the tensor is a parameter, or shares its memory (`detach()`, `.data`), or was made of such ones."""
+    return getattr(storage_of(tensor), OF_MODEL, False)
+
+
+def is_new_foreign(tensor: Tensor) -> bool:
+    """Whether the tensor lies in memory from outside of torch that no call took yet."""
+    storage = storage_of(tensor)
+    return storage is not None and not storage.resizable() and getattr(storage, FOREIGN, None) is None
+
+
+def foreign(storage: torch.UntypedStorage) -> HeldBytes | None:
+    """Of memory that came from outside of torch (numpy, dlpack): what is known of the same addresses. Searched once,
+    and again where constants became data since."""
+    if storage.resizable() or getattr(storage, FOREIGN, -1) == HOLDING.turn:
+        return None
+    found = HOLDING.over(storage)
+    if found is None:
+        setattr(storage, FOREIGN, HOLDING.turn)
+    return found

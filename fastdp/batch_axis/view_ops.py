@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from .batch_positions import WHY, by_place, was_by_place
-from .calls import Call, Inputs, Tags
-from .equivalent_sums import spread
-from .layout import Layout
-from .nonzero_coordinates import keep_coordinates
+from .calls import Call, Inputs, Tags, layout_rule
+from .index_kinds import keep_coordinates, note_groups, repeated
+from .index_write_ops import note_shape
+from .layout import Layout, rows_each
 from .operator_table import ELEMENTWISE, spellings
 from .propagate import ask
-from .ranks_in_group import note_groups, repeated
-from .rearrangement import reshaped
-from .rules import layout_rule
+from .reduction_ops import spread
 from .sample_loops import numbers_in
-from .scatter_targets import note_shape
 
 T = torch.Tensor
 _FOLDS = (
@@ -46,7 +45,7 @@ def _reshape(call: Call) -> Tags:
 
 @layout_rule(*spellings("squeeze"))
 def _squeeze(call: Call) -> Tags:
-    """Of the only row that a choice by the data has left, the dimension may go, too."""
+    """Of the only row that a choice by the data has left, the dimension may go, too (nn.AdaptiveLogSoftmaxWithLoss)."""
     source, layout = call.args[0], call.layout(call.args[0])
     dims = call.argument(1, "dim")
     dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
@@ -183,27 +182,6 @@ def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
     return layout._replace(dim=layout.dim + out_ndim - ndim)
 
 
-@layout_rule(*spellings("group_norm"))
-def _group_norm(call: Call) -> Tags:
-    layout = call.layout(call.args[0])
-    if call.beside_first():
-        return call.all_combined("scales all samples by numbers made of the batch")
-    if layout is not None and layout.dim != 0:
-        return call.all_combined("takes the batch for channels")
-    return [(call.out, layout)]
-
-
-@layout_rule(*spellings("renorm", "renorm_"))
-def _renorm(call: Call) -> Tags:
-    """Slices along a dimension, each by its own norm (where it is too large: numbers asked with may not be)."""
-    source, layout = call.args[0], call.layout(call.args[0])
-    if layout is None or layout.mixed or call.layout(call.argument(1, "p")) or call.layout(call.argument(3, "maxnorm")):
-        return ask(call)
-    if call.argument(2, "dim") % source.dim() != layout.dim or layout.rows != call.out.size(layout.dim):
-        return call.all_combined("scales samples by a norm of several")
-    return [(call.out, layout)]
-
-
 @layout_rule(*spellings("_sample_dirichlet"))
 def _dirichlet(call: Call) -> Tags:
     """Draws for each row along the last dimension."""
@@ -211,3 +189,49 @@ def _dirichlet(call: Call) -> Tags:
     if layout is not None and not layout.mixed and layout.dim == call.out.dim() - 1:
         return call.all_combined("draws for the samples together")
     return [(call.out, layout)]
+
+
+def reshaped(layout: Layout, before: torch.Size, after: torch.Size) -> Layout | None:
+    """Layout after a reshape (row-major order kept), or None where it cannot be written as one."""
+    below = math.prod(before[layout.dim + 1 :])  # elements under one row
+    if layout.owner is not None:
+        return _reshaped_owner(layout, before, after, below)
+    inner_total = layout.inner * below  # elements from one sample's row block to the next
+    span = inner_total * layout.batch
+    stride = math.prod(after)
+    for dim, size in enumerate(after):
+        stride //= max(size, 1)
+        if inner_total % stride == 0 and (size * stride) % span == 0 and size > 0:
+            inner = inner_total // stride
+            outer = size // (inner * layout.batch)
+            return layout._replace(dim=dim, outer=outer, inner=inner)
+    return None
+
+
+def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below: int) -> Layout | None:
+    assert layout.owner is not None
+    rows = layout.owner.numel()
+    each = rows_each(layout.owner, layout.batch)
+    if each:  # to a shape that keeps the samples apart
+        apart = reshaped(layout._replace(owner=None, order=None, inner=each), before, after)
+        if apart is not None and apart._replace(is_row_index=False).plain:
+            return apart
+    stride = math.prod(after)
+    above = math.prod(before[: layout.dim])
+    for dim, size in enumerate(after):
+        stride //= max(size, 1)
+        if rows == 0 or stride == 0:
+            continue
+        if above == 1 and stride % below == 0 and size * (stride // below) == rows:  # neighbours made one row
+            groups = layout.owner.view(size, -1)
+            if bool((groups == groups[:, :1]).all()):
+                return layout.taken(dim, torch.arange(0, rows, stride // below, device=layout.owner.device))
+        if below % stride:
+            continue
+        repeat = below // stride
+        if size == rows * repeat:
+            return layout.taken(dim, torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat))
+        if dim == 0 and size == above * rows * repeat:
+            below_each = torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat)
+            return layout.taken(0, below_each.repeat(above))
+    return None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..batch_axis.batch_groups import SampleGroups
+from ..batch_axis.current_batch import SampleGroups
 from ..batch_axis.deferred_checks import Inbox
 from ..batch_axis.layout import Layout
 from ..errors import BatchLayoutError, FastDPError, LossNotFollowedWarning, SampleMixingError, StepError

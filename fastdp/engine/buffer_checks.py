@@ -16,9 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch_axis.aliasing import shares, versions_of
-from ..batch_axis.data_memory import storage_of
 from ..batch_axis.layout import tag, tag_of
-from ..batch_axis.tensor_notes import OF_STATE
+from ..batch_axis.tensor_notes import OF_STATE, storage_of
 from ..errors import BatchReadWarning, SampleMixingError, UncapturedUseError
 from ..utils.pytree import tensors_in
 from .mode_stack import Dispatching

@@ -16,14 +16,14 @@ from torch import Tensor
 from ..batch_axis import operator_table
 from ..batch_axis.aliasing import is_apart, look, shares
 from ..batch_axis.batch_positions import made_in_sight, may_matter
-from ..batch_axis.escaped_values import GIVING
+from ..batch_axis.calls import rule_of
 from ..batch_axis.layout import Layout, tag_of
 from ..batch_axis.operator_table import function_name, is_in_place
-from ..batch_axis.rules import rule_of
+from ..batch_axis.python_reads import GIVING
 from ..batch_axis.tensor_notes import NUMBER, NUMBER_OF
 from ..grad_sample.attention import COMPOSITES
-from ..grad_sample.experts import PRODUCTS, gathered_of
 from ..grad_sample.parameter_links import link_of
+from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
 from ..utils.cache import Answers
 from ..utils.pytree import tensors_in

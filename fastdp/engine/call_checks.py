@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..batch_axis.aliasing import look, shares
 from ..batch_axis.calls import Call
-from ..batch_axis.data_memory import was_filled
-from ..batch_axis.escaped_values import EscapedValues
 from ..batch_axis.inputs import refuse_ragged
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import MOVING_IN_PLACE, function_name
-from ..batch_axis.python_reads import PythonReads
+from ..batch_axis.python_reads import EscapedValues, PythonReads
+from ..batch_axis.tensor_notes import was_filled
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, UncapturedUseError
 from ..grad_sample.parameter_links import link_of
 from ..utils.pytree import map_tensors, tensors_in

@@ -1,7 +1,7 @@
 """The pass of a forward: a `TorchFunctionMode` that sees every torch function call and dispatches it.
 
 Calls on data alone propagate layouts (`batch_axis.propagate`); calls on parameters alone make derived parameters
-(`grad_sample.derived_parameters`); calls that combine the two go to a rule (`grad_sample`), or to the generic one.
+(`grad_sample.parameter_links`); calls that combine the two go to a rule (`grad_sample`), or to the generic one.
 """
 
 from __future__ import annotations
@@ -19,28 +19,25 @@ from ..batch_axis.aliasing import keep_apart, versions_of, write_unaccounted
 from ..batch_axis.batch_positions import note_made
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
-from ..batch_axis.data_memory import HOLDING
-from ..batch_axis.escaped_values import GIVING, EscapedValues
 from ..batch_axis.generations import Generation
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import COMPUTING, REACHING_GRAPH, TELLING_SIZES
 from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import format_of, propagate
+from ..batch_axis.python_reads import GIVING, EscapedValues
 from ..batch_axis.row_groups import People
-from ..batch_axis.tensor_notes import UNTRACKED
+from ..batch_axis.tensor_notes import HOLDING, UNTRACKED
 from ..batch_axis.totals import by_size
 from ..errors import SampleMixingError, UncapturedUseError
 from ..grad_sample.attention import COMPOSITES
 from ..grad_sample.captured_call import Applied
-from ..grad_sample.derived_parameters import mark_derived
-from ..grad_sample.experts import PRODUCTS, gathered_of
 from ..grad_sample.forward_pass import ForwardPass
-from ..grad_sample.generic import capture_generic
-from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, span_of
+from ..grad_sample.generic import capture_generic, capture_in_format
+from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, mark_derived, span_of
 from ..grad_sample.parameter_use import ParameterUse
+from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
 from ..grad_sample.sample_loops import one_sample_of
-from ..grad_sample.sparse import capture_in_format
 from ..utils.pytree import tensors_in
 from .activation_hooks import hooked, refuse_node
 from .call_cache import inquires

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..grad_sample.cost_model import Segments, Shape, constants, seconds
-from ..grad_sample.held_bytes import HeldBytes
+from ..grad_sample.cost_model import Clock, Segments, Shape, constants, seconds
 from ..grad_sample.parameter_links import leaves_of
-from ..grad_sample.timing import Clock
+from ..grad_sample.planner import HeldBytes
 from .gradients import Gradients
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..grad_sample.cost_model import Clock
 from ..grad_sample.grouped_kernels import GroupedKernels
 from ..grad_sample.parameter_links import link_of
 from ..grad_sample.parameter_use import ParameterUse, Stored
-from ..grad_sample.timing import Clock
 from ..ops.rows import square_sum, weighted_sum
 
 SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..batch_axis.aliasing import look
 from ..batch_axis.batch_slices import OWN_READS, WRITTEN
-from ..batch_axis.data_memory import note_parameter, was_filled
 from ..batch_axis.generations import Generation, Token, set_generation
 from ..batch_axis.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
 from ..utils.garbage_collection import COLLECTOR

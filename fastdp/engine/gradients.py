@@ -16,16 +16,14 @@ from torch import Tensor
 from ..batch_axis.deferred_checks import DeferredCheck
 from ..batch_axis.row_groups import People
 from ..errors import StepError
+from ..grad_sample.cost_model import Clock
 from ..grad_sample.cross_terms import disjoint, isometric, joint_norm_sq, materialised, same_memory
-from ..grad_sample.derived_parameters import pull_back_sum
 from ..grad_sample.embedding import Lookup
-from ..grad_sample.held_bytes import HeldBytes
 from ..grad_sample.linear import Matmul
-from ..grad_sample.parameter_links import leaves_of, link_of
+from ..grad_sample.parameter_links import leaves_of, link_of, pull_back_sum
 from ..grad_sample.parameter_use import ParameterUse, Regrouped
-from ..grad_sample.planner import Planner
+from ..grad_sample.planner import HeldBytes, Planner
 from ..grad_sample.routed_rows import Routed
-from ..grad_sample.timing import Clock
 from .foreach import Abreast, Arrangement, Bundle, arrangement
 
 Arranged = dict[tuple[int, ...], Arrangement]  # by the ids of the parameters

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..batch_axis import data_memory, generations, tensor_notes
+from ..batch_axis import generations, tensor_notes
 from ..batch_axis.calls import Call
 from ..batch_axis.layout import Layout, tag
 from ..batch_axis.operator_table import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
 from ..grad_sample.captured_call import Applied, Captured, CaptureFunction, Context, Native
-from ..grad_sample.experts import PRODUCTS
 from ..grad_sample.parameter_links import link_of, span_of
+from ..grad_sample.routed_rows import PRODUCTS
 from ..grad_sample.rules import USE_RULES
 from ..ops.common import autocast_kinds
 from ..ops.registry import native
@@ -145,7 +145,7 @@ def _vocabulary() -> dict[str, Any]:
     ).split()
     return {
         "Tensor": Tensor, "Parameter": nn.Parameter, "Layout": Layout, "kinds": _codes, "moments": generations,
-        "telling": set(TELLING_SIZES), "holding": data_memory.HOLDING, "drop_gone": data_memory.HOLDING.drop_gone,
+        "telling": set(TELLING_SIZES), "holding": tensor_notes.HOLDING, "drop_gone": tensor_notes.HOLDING.drop_gone,
         "tag": tag,
         "MISSED": MISSED, "under_functorch": torch._C._functorch.peek_interpreter_stack,
         "grad_enabled": torch.is_grad_enabled, "any_autocast": torch._C._is_any_autocast_enabled,

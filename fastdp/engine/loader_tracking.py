@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..batch_axis import current_batch, tensor_notes
 from ..batch_axis.generations import LOADERS, Generation
-from ..batch_axis.inputs import nested_tensors
+from ..batch_axis.inputs import mark_of, nested_tensors
 from ..batch_axis.layout import Layout, tag
-from ..batch_axis.marks import mark_of
 from .backward import backwards
 from .loss_tracking import LossTracking, pause, start
 from .state import ENGINES

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..batch_axis import ctc_loss as _ctc  # noqa: F401  (registers its rule)
 from ..batch_axis import tensor_notes
 from ..batch_axis.batch_positions import note_made
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
-from ..batch_axis.data_memory import is_of_model, note_parameter, was_filled
 from ..batch_axis.generations import LOADERS, Generation, set_generation
 from ..batch_axis.inputs import tag_inputs
 from ..batch_axis.layout import Layout, generation_of, generation_of_output, lies_in_output, tag, tag_of
 from ..batch_axis.operator_table import REACHING_GRAPH, TELLING_SIZES
 from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import propagate
+from ..batch_axis.tensor_notes import is_of_model, note_parameter, was_filled
 from ..batch_axis.totals import by_size
 from ..errors import FastDPError, SampleMixingError
 from ..utils.pytree import map_tensors, tensors_in

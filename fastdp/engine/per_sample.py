@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import grad_sample as _rules  # noqa: F401  (registers the rules)
-from ..batch_axis.batch_groups import SampleGroups
+from ..batch_axis.current_batch import SampleGroups
 from ..batch_axis.deferred_checks import settle
 from ..batch_axis.inputs import Batching
 from ..errors import ParameterError, StepError
-from ..grad_sample.autograd_functions import see_foreign
+from ..grad_sample.custom_rules import see_foreign
 from ..grad_sample.planner import Planner
 from ..ops.common import exactly, sum_type
 from . import loss_tracking

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..grad_sample.captured_call import Captured, Given
 from ..grad_sample.conv import Conv
+from ..grad_sample.cost_model import Clock
 from ..grad_sample.embedding import Lookup
-from ..grad_sample.held_bytes import versions
 from ..grad_sample.linear import Matmul, by_address
 from ..grad_sample.parameter_links import leaves_of
 from ..grad_sample.parameter_use import ParameterUse, Positioned, Stored
-from ..grad_sample.timing import Clock
+from ..grad_sample.planner import versions
 from ..ops import registry
 from .explain import Plan
 from .foreach import Abreast, Bundle

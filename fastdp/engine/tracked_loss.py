@@ -19,8 +19,7 @@ from ..batch_axis.generations import Generation
 from ..batch_axis.labels import TWO_ORDERS, UNKNOWN_ORDER, Labels
 from ..batch_axis.layout import Layout, tag_of
 from ..errors import FastDPError, LossNotFollowedWarning, LossReductionWarning, SampleMixingError, UncapturedUseError
-from ..grad_sample.derived_parameters import adopt
-from ..grad_sample.parameter_links import link_of
+from ..grad_sample.parameter_links import adopt, link_of
 from .backward import Arrival
 from .capture import Pass
 from .forward_record import mixing_error

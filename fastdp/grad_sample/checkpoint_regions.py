@@ -1,4 +1,4 @@
-"""Tells whether code runs inside a checkpointed region, whose forward runs again in backward.
+"""Checkpointed regions, whose forward runs again in backward, and the check of what saved-tensor hooks give back.
 
 A tensor made of parameters within such a region (a merged weight, the sigmoid of a bias) takes the region with it: to
 pull a gradient back to the parameters, all of the region runs again, and reads the parameters of all its modules.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
+
+from ..errors import SampleMixingError
 
 CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 _OF_FRAME, _OF_CALL = "fn", "function"  # torch's names of what runs again
@@ -52,3 +54,38 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
         function = function.func
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
+
+
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """What to know these tensors by, where hooks that are not torch's are on; else None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or str(getattr(hooks[0], "__module__", "")).startswith("torch."):
+        return None
+    return [_fingerprint(tensor) for tensor in tensors]
+
+
+def check_same(tensors: Sequence[Tensor], before: list[Tensor] | None, name: str, path: str) -> None:
+    """Raises SampleMixingError where a tensor is not what was saved."""
+    if before is None:
+        return
+    for tensor, known in zip(tensors, before, strict=True):
+        now = _fingerprint(tensor)
+        if now.device != known.device or not torch.equal(now, known):  # on a device it waits: such hooks do so anyway
+            raise SampleMixingError(
+                f"{name}() in module '{path}': torch.autograd.graph.saved_tensors_hooks gave back other numbers than "
+                "were saved in the forward. fastdp cannot assign them to samples, so their gradients are unknown. "
+                "Let the hooks give back what they took; to round what is saved, round it in the forward."
+            )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Two sums of a tensor's bits, the second by their places, and its sizes: int64, exact in any order of summing."""
+    with torch.no_grad():
+        value = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        bits = value.contiguous().flatten().view(_WHOLE[value.element_size()]).long()
+        places = torch.arange(1, bits.numel() + 1, device=bits.device)
+        sums = torch.stack([bits.sum(), (bits * places).sum()])
+        return torch.cat([sums, torch.tensor([*tensor.shape, len(str(tensor.dtype))], device=bits.device)])

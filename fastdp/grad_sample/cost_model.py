@@ -18,14 +18,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..batch_axis.row_groups import Groups
-from . import timing
+from ..ops.common import event_on
 
 Constants = dict[str, list[float]]  # job -> seconds a call, a flop, a flop over the smallest side, a byte
 REPEATS = 5
@@ -192,7 +192,7 @@ def _probes(kind: str, make: Callable[..., Tensor]) -> Iterator[tuple[Shape, dic
 def measure(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Seconds of a call: the least of several, which other processes disturb least."""
     run()
-    return min(timing.seconds(run, device) for _ in range(repeats))
+    return min(seconds_of(run, device) for _ in range(repeats))
 
 
 def fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
@@ -297,3 +297,46 @@ def _path(device: torch.device, short: bool) -> Path:
     what = (name, torch.get_num_threads(), os.cpu_count(), torch.__version__, short, served, _LINEAR, _CONV)
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fastdp" / f"costs-{digest}.json"
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """One call, by the device's own clock; waits for its end."""
+    clock = Clock(device)
+    with clock:
+        run()
+    return clock.milliseconds() / 1e3
+
+
+class Clock:
+    """Adds up spans: `with clock: ...`. Reading waits for the device.
+
+    sharers: uses that are worked on together, of which each is told an equal part.
+    """
+
+    def __init__(self, device: torch.device, sharers: int = 1) -> None:
+        self.device, self.sharers = device, sharers
+        self.spans: list[tuple[Any, Any]] = []
+        self._begin: Any = None
+
+    def __enter__(self) -> Clock:
+        self._begin = _now(self.device)
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.spans.append((self._begin, _now(self.device)))
+
+    def milliseconds(self) -> float:
+        """The sum of the spans so far, for one of the sharers."""
+        spent = 0.0
+        for begin, end in self.spans:
+            if isinstance(end, float):
+                spent += 1e3 * (end - begin)
+            else:
+                end.synchronize()
+                spent += begin.elapsed_time(end)
+        return spent / self.sharers
+
+
+def _now(device: torch.device) -> Any:
+    event = event_on(device, timed=True)
+    return time.perf_counter() if event is None else event

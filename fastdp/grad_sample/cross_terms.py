@@ -17,12 +17,11 @@ from ..ops.bounds import BLOCK, added, enlarged, is_small, of_rows, roundings, u
 from ..ops.common import chunks
 from ..ops.linear import GRAM_TOLERANCE
 from ..ops.rows import square_sum
-from .derived_parameters import pull_back
 from .embedding import Lookup
 from .head_loss import HeadLoss
 from .head_samples import HeadGradients, HeadParts
 from .linear import Matmul
-from .parameter_links import link_of
+from .parameter_links import link_of, pull_back
 from .parameter_use import ParameterUse
 
 PROBES, PERIOD = 4, 4099  # random gradients that show what a map from parameters makes of rounding; a prime

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..batch_axis.layout import tag_of
+from ..batch_axis.layout import spread, tag_of
 from ..errors import BatchLayoutError, FastDPError, UncapturedUseError
 from ..ops.common import accumulate
 from ..utils.cache import Answers
 from ..utils.pytree import tensors_in
-from .captured_call import Context, applied
+from .captured_call import Context, applied, result_tensors
 from .forward_pass import ForwardPass
 from .generic import _Generic, _tag_result, capture_generic
 from .parameter_use import Lazy, Stored
-from .results import result_tensors
 from .rules import by_sample, sample_layout
 
 KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for
@@ -173,38 +172,33 @@ class _Registered(_Generic):
         ]
         found = self._apply_rule(*self._cut(tuple(self.data), tuple(grads)))
         conclusive = True
-        for b in {0, self.batch - 1}:
-            own = torch.zeros(self.batch, dtype=torch.float32)
-            own[b] = 1
-            for n, truth in enumerate(self._by_autograd(grads, own)):
-                size = float(truth.norm())
-                off = float((found[n][b].double() - truth.double()).norm())
-                conclusive = conclusive and 0 < size < float("inf")
-                tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
-                if size < float("inf") and not off <= tolerance * size:
+        for whose, factors in self._weightings():
+            own = factors != 0
+            for n, truth in enumerate(self._by_autograd(grads, factors)):
+                rows = found[n].double().flatten(1).cpu()[own] * factors[own].unsqueeze(1)
+                truth = truth.double().flatten().cpu()
+                off, size = float((rows.sum(0) - truth).norm()), float(rows.norm(dim=1).sum())
+                conclusive = conclusive and 0 < float(truth.norm()) < float("inf")
+                if bool(torch.isfinite(truth).all()) and not off <= self._tolerance(n) * size:
                     raise UncapturedUseError(
-                        f"{self.wrong} is wrong: for {self._name(n)} and sample {b} its gradient differs from "
-                        f"autograd's by {off:.2g}, of {size:.2g}"
+                        f"{self.wrong} is wrong: for {self._name(n)} {whose} from autograd's by {off:.2g}, of "
+                        f"{size:.2g}"
                     )
-        self._check_sum(grads, found)
         self._check_isolation(grads, found)
         if conclusive:
             _CHECKED[key] = True
 
-    def _check_sum(self, grads: list[Tensor | None], found: list[Tensor]) -> None:
-        """The samples between the first and the last: their rows, weighed and added, equal autograd's."""
-        if self.batch < 3:
-            return
-        c = torch.rand(self.batch, generator=torch.Generator().manual_seed(1), dtype=torch.float32) + 0.5
-        for n, truth in enumerate(self._by_autograd(grads, c)):
-            rows = found[n].double().flatten(1) * c.to(found[n].device).unsqueeze(1)
-            off, size = float((rows.sum(0) - truth.double().flatten()).norm()), float(rows.norm(dim=1).sum())
-            tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
-            if size < float("inf") and bool(torch.isfinite(truth).all()) and not off <= tolerance * size:
-                raise UncapturedUseError(
-                    f"{self.wrong} is wrong: for {self._name(n)} the gradients of all samples together differ from "
-                    f"autograd's by {off:.2g}, of {size:.2g}; the first and the last sample's are right"
-                )
+    def _weightings(self) -> Iterator[tuple[str, Tensor]]:
+        """Factors of the samples: of the first and of the last alone, then of all, each a number of its own."""
+        for b in sorted({0, self.batch - 1}):
+            yield f"and sample {b} its gradient differs", torch.eye(self.batch, dtype=torch.float32)[b]
+        if self.batch > 2:
+            each = torch.rand(self.batch, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+            yield "the gradients of all samples together differ", each + 0.5
+
+    def _tolerance(self, number: int) -> float:
+        """How far the gradient of an operand may be off, of its size."""
+        return 3e-2 if self.ctx.values[number].dtype in (torch.bfloat16, torch.float16) else 1e-4
 
     def _by_autograd(self, grads: list[Tensor | None], factors: Tensor) -> list[Tensor]:
         """sum_b factors_b gradient_b by autograd, whose gradients of the results are zero where factors are."""
@@ -264,7 +258,5 @@ def _kind(tensor: Tensor, layout: Any) -> Any:
 
 def _weighed(tensor: Tensor, factors: Tensor, dim: int) -> Tensor:
     """The rows of a dimension times c; zero where c is."""
-    view = [1] * tensor.dim()
-    view[dim] = -1
-    factors = factors.to(tensor.dtype).view(view)
+    factors = spread(factors.to(tensor.dtype), dim, tensor.shape)
     return torch.where(factors == 0, torch.zeros_like(tensor), tensor * factors)

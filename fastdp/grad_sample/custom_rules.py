@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +15,10 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..batch_axis.calls import Call, Tags
+from ..batch_axis.calls import LAYOUT_RULES, Call, LayoutRule, Tags, rule_of
 from ..batch_axis.operator_table import function_name, is_in_place
 from ..batch_axis.probing import coupling
 from ..batch_axis.propagate import ask
-from ..batch_axis.rules import LAYOUT_RULES, LayoutRule, rule_of
 from ..errors import BatchLayoutError
 from ..utils.pytree import tensors_in
 from . import rules
@@ -186,3 +186,20 @@ def _layout_like(position: int, call: Call) -> Tags:
 
 
 __all__ = ["Rule", "RuleCall", "register_rule", "unregister_rule"]
+
+
+FUNCTIONS = {"peft.tuners.loha.layer": ("HadaWeight", "HadaWeightCP")}  # of LoHa
+
+
+_seen: set[str] = set()
+
+
+def see_foreign() -> None:
+    """Register those of the modules that have been imported; autograd computes their per-sample gradients. What a user
+    has registered, or unregistered since, stays so."""
+    for module in FUNCTIONS.keys() & sys.modules.keys() - _seen:
+        _seen.add(module)
+        found = [getattr(sys.modules[module], name, None) for name in FUNCTIONS[module]]
+        for function in found:
+            if function is not None and not is_registered(function):
+                register_rule(function)(None)

@@ -15,11 +15,11 @@ from ..batch_axis.layout import Layout, tag, tag_of
 from ..errors import SampleMixingError
 from ..ops.bounds import enlarged, is_small, of_repeats, of_rows
 from .captured_call import Captured, Context, capture
-from .derived_parameters import check_embedding, mark_derived
-from .experts import note_gathered
 from .forward_pass import ForwardPass
 from .generic import capture_whole
+from .parameter_links import check_embedding, mark_derived
 from .parameter_use import Positioned
+from .routed_rows import note_gathered
 from .rules import by_sample, sample_layout, use_rule
 
 

@@ -36,7 +36,7 @@ class ForwardPass(Protocol):
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
 
     def note_applied(self, applied: Any) -> None:
-        """A captured call was applied (`captured.Applied`)."""
+        """A captured call was applied (`captured_call.Applied`)."""
 
     def begin_record(self, path: str) -> bool:
         """A captured call's backward begins. Returns whether the gradients of parameters are asked for."""
@@ -48,7 +48,7 @@ class ForwardPass(Protocol):
         """Keep a use until the end of backward."""
 
     def arrived(self, call: Any, given: Any) -> None:
-        """Keep the uses of a call that are known by rows of data (`captured.Captured.rows`)."""
+        """Keep the uses of a call that are known by rows of data (`captured_call.Captured.rows`)."""
 
     def infer_layout(self, tensor: Tensor) -> Layout | None:
         """Layout of data of unseen origin."""

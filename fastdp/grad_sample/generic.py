@@ -18,15 +18,13 @@ from ..batch_axis.calls import Call
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import TAKING_A_PATTERN, function_name, is_in_place
 from ..batch_axis.propagate import layouts_of, propagate
-from ..errors import BatchLayoutError, UncapturedUseError
+from ..errors import BatchLayoutError, FastDPError, StepError, UncapturedUseError
 from ..utils.cache import Answers
 from ..utils.pytree import map_leaves, map_tensors, signature, tensors_in
-from .captured_call import Captured, Context, applied, autocast_of
-from .derived_parameters import mark_derived
+from .captured_call import Captured, Context, Nest, applied, autocast_of, result_tensors
 from .forward_pass import ForwardPass
-from .parameter_links import link_of, set_link
+from .parameter_links import link_of, mark_derived, set_link
 from .parameter_use import Lazy
-from .results import Nest, result_tensors
 from .rules import by_sample, sample_layout
 
 _CHECKED = Answers()
@@ -329,3 +327,18 @@ def python_body(func: Any) -> Callable[..., Any] | None:
 
 def _never(*args: Any) -> bool:
     return False
+
+
+def capture_in_format(
+    forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: str
+) -> Any:
+    """The generic rule on data that is kept in this format. Raises StepError where torch has no such function."""
+    try:
+        return capture_generic(forward_pass, func, args, kwargs)
+    except FastDPError:
+        raise
+    except (RuntimeError, NotImplementedError) as problem:
+        raise StepError(
+            f"{forward_pass.place(function_name(func))}: combines parameters with data kept as {kept}, which torch "
+            f"cannot do sample by sample ({str(problem).splitlines()[0][:100]}). Keep the data dense (to_dense())."
+        ) from problem

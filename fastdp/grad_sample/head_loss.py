@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..batch_axis.batch_positions import WHY, by_place
-from ..batch_axis.calls import Call, Tags
+from ..batch_axis.calls import Call, Tags, layout_rule
 from ..batch_axis.layout import Layout
-from ..batch_axis.rules import layout_rule
 from ..batch_axis.tensor_notes import OUTSIDE
 from ..errors import GraphError, SampleMixingError
 from ..ops import head_sums

@@ -18,11 +18,9 @@ from ..ops.bounds import added, enlarged, roundings, unit
 from ..ops.common import accumulate, chunks
 from ..ops.rows import square_sum, weighted_sum
 from ..utils.pytree import tensors_in
-from .cost_model import Segments, Shape
+from .cost_model import Clock, Segments, Shape
 from .grouped_kernels import StoredGroupedKernels, stored_alike
-from .held_bytes import versions
-from .planner import Planner
-from .timing import Clock
+from .planner import Planner, versions
 
 
 class ParameterUse:

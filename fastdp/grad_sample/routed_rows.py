@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..batch_axis.layout import Layout
+from ..batch_axis import tensor_notes
+from ..batch_axis.calls import Call, bind
+from ..batch_axis.deferred_checks import DeferredCheck, doubt
+from ..batch_axis.layout import Layout, spread, tag_of
+from ..batch_axis.operator_table import spellings
+from ..batch_axis.propagate import layouts_of
 from ..batch_axis.row_groups import Groups
+from ..errors import SampleMixingError
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate, sum_over
+from .captured_call import Captured, Context, capture
 from .cost_model import Segments, Shape
 from .forward_pass import ForwardPass
 from .parameter_links import link_of
 from .parameter_use import ParameterUse, Stored
-from .rules import by_sample
+from .rules import Rule, attributed, by_sample, sample_layout, use_rule
 
 
 class Routed(ParameterUse):
@@ -151,3 +158,194 @@ def row_sum(g: Tensor, layout: Layout) -> Tensor:
         return sum_over(by_sample(g, layout).flatten(1, -2), 1)
     rows = accumulate(rows_of(g, layout))
     return rows.new_zeros(layout.batch, rows.size(1)).index_add_(0, owners_below(layout, g), rows)
+
+
+class _GroupedProduct(Captured):
+    """Rows x [S,I] times the matrices of a stack [E,I,O]; group e ends before row ends[e]."""
+
+    def __init__(self, forward_pass: ForwardPass, layout: Layout, func: Any, options: dict[str, Any]) -> None:
+        super().__init__(forward_pass, "grouped_mm", layout)
+        self.func, self.options = func, options
+
+    def run(self, ctx: Context, *data: Tensor) -> Any:
+        stack, ends = ctx.values
+        return self.func(data[0], stack, offs=ends, **self.options)
+
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        if ctx.doubt is not None:
+            doubt(*ctx.doubt)
+        x, g = saved[0], grads[0]
+        rows = torch.arange(x.size(0), device=x.device)
+        ids = torch.searchsorted(ctx.values[1].long(), rows, right=True)
+        record_routed(ctx.forward_pass, ctx.operands[0], x, g, ids, owners_of(self.layout, x), self.name)
+
+
+def owners_of(layout: Layout, rows: Tensor) -> Tensor:
+    """Sample of each row, also in a batch of one."""
+    if layout.batch == 1:
+        return torch.zeros(rows.size(0), dtype=torch.long, device=rows.device)
+    return layout.owners(rows.device).to(rows.device)
+
+
+@use_rule(*spellings("grouped_mm", "_grouped_mm"))
+def capture_grouped_mm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of data [S,I], in groups, times a stack of operands [E,I,O]."""
+    x, stack, ends = bind(args, {**kwargs, "offs": kwargs.get("offs")}, "input", "mat2", "offs")
+    options = {name: value for name, value in kwargs.items() if name in ("out_dtype",) and value is not None}
+    if x is None or stack is None or ends is None or kwargs.get("bias") is not None or len(args) > 3:
+        return NotImplemented
+    if forward_pass.is_parameter(x) or not forward_pass.is_parameter(stack) or x.dim() != 2 or stack.dim() != 3:
+        return NotImplemented
+    layout = sample_layout(forward_pass, x, "grouped_mm")
+    ctx = Context(forward_pass, stack, ends)
+    if layout.batch > 1:
+        ctx.doubt = _check_groups(forward_pass, layout, ends)
+    return capture(_GroupedProduct(forward_pass, layout, func, options), ctx, x)
+
+
+def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> DeferredCheck | None:
+    """Rows in dimension 0; ends that depend on the batch must be those of the groups in which the rows came: on a
+    device that is asked later."""
+    problem, place = "sums over the batch" if layout.dim != 0 else "", forward_pass.place("grouped_mm")
+    found, later = tag_of(ends, forward_pass.batch), False
+    if not problem and found is not None:
+        problem = "divides rows into groups by what other samples hold"
+        if layout.order is not None and layout.rows:
+            apart = _cuts_groups(layout.order, ends)
+            later = apart.device.type != "cpu"
+            problem = problem if later or bool(apart) else ""
+        elif layout.order is not None:
+            problem = ""
+    if not problem:
+        return None
+    message = f"{place}: {problem}. Sort the rows by the number of their own expert."
+    if not later:
+        raise SampleMixingError(message, f"{place} {problem}")
+    return DeferredCheck(apart, f"{place} {problem}", message)
+
+
+def _cuts_groups(order: Tensor, ends: Tensor) -> Tensor:
+    """Whether one of the ends lies within rows [n] of equal order, as a tensor: true or false."""
+    inside = (ends > 0) & (ends < order.numel())
+    place = torch.where(inside, ends, 1).long().clamp(max=order.numel() - 1)
+    return (inside & (order[place] == order[(place - 1).clamp(min=0)])).any()
+
+
+class Gathered(NamedTuple):
+    """Note on a result of `operand[ids]`: the rows of a stack of matrices, one for each token."""
+
+    operand: Tensor
+    ids: Tensor
+    version: int  # of the result: another says that it was written to
+
+
+def note_gathered(result: Tensor, operand: Tensor, ids: Tensor) -> None:
+    """Let products with the result know what it is made of."""
+    if operand.dim() == 3:
+        result.__dict__[tensor_notes.GATHERED] = Gathered(operand, ids, result._version)
+
+
+def gathered_of(tensor: Any) -> tuple[Gathered, bool] | None:
+    """What a tensor was gathered from, and whether its matrices are transposed."""
+    if not isinstance(tensor, Tensor):
+        return None
+    note = tensor.__dict__.get(tensor_notes.GATHERED)
+    if note is not None:
+        return (note, False) if note.version == tensor._version else None
+    base = tensor._base if tensor._is_view() else None
+    note = None if base is None else base.__dict__.get(tensor_notes.GATHERED)
+    if base is None or note is None or note.version != tensor._version:
+        return None
+    flipped = base.mT
+    same = flipped.shape == tensor.shape and flipped.stride() == tensor.stride()
+    return (note, True) if same and tensor.storage_offset() == base.storage_offset() else None
+
+
+class _GatheredProduct(Captured):
+    """M @ X or X @ M with M [..., P, Q] gathered: the matrix of token n gets sum_r of its rows' products."""
+
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, flipped: bool, left: bool) -> None:
+        super().__init__(forward_pass, name, layout)
+        self.flipped, self.left = flipped, left
+
+    def run(self, ctx: Context, *data: Tensor) -> Tensor:
+        matrices = ctx.values[1]
+        return torch.matmul(matrices, data[0]) if self.left else torch.matmul(data[0], matrices)
+
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        (x, ids), g = saved, grads[0]
+        outer = g.shape[:-2]
+        rows, outs = (x.mT, g.mT) if self.left else (g, x)  # [..., R, Q] and [..., R, P]
+        rows = rows.expand(*outer, *rows.shape[-2:])
+        outs = outs.expand(*outer, *outs.shape[-2:])
+        each = rows.size(-2)
+        owner = torch.zeros(outer, dtype=torch.long, device=g.device)
+        if self.batch > 1:
+            owner = spread(self.layout.owners(g.device), self.layout.dim, outer)
+        stack = ctx.operands[0].size(0)
+        ids = torch.where(ids < 0, ids + stack, ids).expand(outer)
+        rows, outs = (t.reshape(-1, t.size(-1)) for t in (rows, outs))
+        a, o = (outs, rows) if self.flipped else (rows, outs)
+        ids, owner = (t.reshape(-1).repeat_interleave(each) for t in (ids, owner))
+        ctx.forward_pass.record(Routed(ctx.operands[0], a, o, ids, owner, self.batch, self.name))
+
+
+def capture_gathered(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A product with gathered matrices: the rows are kept, and no matrix for each token."""
+    pair = args[::-1] if func is torch.Tensor.__rmatmul__ else args
+    if kwargs or len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+        return NotImplemented
+    gathered = [gathered_of(tensor) for tensor in pair]
+    side = 0 if gathered[0] is not None else 1
+    found, x = gathered[side], pair[1 - side]
+    if found is None or gathered[1 - side] is not None or x.dim() != pair[side].dim() or not forward_pass.is_data(x):
+        return NotImplemented
+    note, flipped = found
+    shadow = pair[side].detach()
+    with torch.no_grad():
+        probe = torch.matmul(shadow, x) if side == 0 else torch.matmul(x, shadow)
+    product = Call(torch.matmul, tuple(pair), {}, forward_pass.batch, forward_pass.path, probe)
+    layout = attributed(forward_pass, probe, layouts_of(product)[0][1], func.__name__)
+    if layout.batch > 1 and layout.dim >= probe.dim() - 2:
+        return NotImplemented
+    call = _GatheredProduct(forward_pass, func.__name__, layout, flipped, side == 0)
+    return capture(call, Context(forward_pass, note.operand, shadow), x, note.ids)
+
+
+def capture_gathered_einsum(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """einsum of gathered matrices [..., P, Q] and one vector for each (or for some: "nd,nkhd->nkh"), as a product."""
+    if kwargs or len(args) != 3 or not isinstance(args[0], str):
+        return NotImplemented
+    gathered = [gathered_of(tensor) for tensor in args[1:]]
+    if (gathered[0] is None) == (gathered[1] is None) or not all(isinstance(t, Tensor) for t in args[1:]):
+        return NotImplemented
+    inputs, _, out = args[0].replace(" ", "").partition("->")
+    sides = inputs.split(",")
+    (w, x), (matrices, data) = (sides, args[1:]) if gathered[0] is not None else (sides[::-1], args[:0:-1])
+    plain = all(side.isalpha() and len(set(side)) == len(side) for side in (w, x, out))
+    if not plain or len(w) != matrices.dim() or len(x) != data.dim() or len(w) < 3:
+        return NotImplemented
+    outer, p, q = w[:-2], w[-2], w[-1]
+    left = (x[-1], out[-1]) == (q, p)
+    if not (left or (x[-1], out[-1]) == (p, q)) or out[:-1] != outer or x[:-1] != "".join(c for c in outer if c in x):
+        return NotImplemented
+
+    def product(matrices: Tensor, data: Tensor) -> Tensor:
+        for place, label in enumerate(outer):
+            if label not in x:
+                data = data.unsqueeze(place)
+        if left:
+            return torch.matmul(matrices, data.unsqueeze(-1)).squeeze(-1)
+        return torch.matmul(data.unsqueeze(-2), matrices).squeeze(-2)
+
+    return forward_pass.traced(product, matrices, data)
+
+
+PRODUCTS: dict[Any, Rule] = {
+    function: capture_gathered
+    for function in (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
+                     torch.Tensor.__rmatmul__)
+}  # fmt: skip
+
+
+PRODUCTS[torch.einsum] = capture_gathered_einsum

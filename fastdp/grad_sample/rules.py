@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..batch_axis.batch_positions import WHY, by_place, is_random, rows_alike
-from ..batch_axis.layout import Layout, layout_on, tag_of
-from ..batch_axis.rearrangement import samplewise
+from ..batch_axis.layout import Layout, layout_on, samplewise, tag_of
 from ..errors import BatchLayoutError, SampleMixingError
 from .forward_pass import ForwardPass
 from .parameter_links import link_of

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import trl
 from torch import Tensor, nn
 
-from ..batch_axis.marks import mark_rows
+from ..batch_axis.inputs import mark_rows
 from ..errors import StepError
 from .argument_table import PACKED, READERS
 from .arguments import ArgumentError

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from ..batch_axis.marks import mark_of
+from ..batch_axis.inputs import mark_of
 from ..data import loop_checks
 from ..engine.gradients import Gradients
 from ..errors import FastDPError, GraphError, StepError, VerificationError

@@ -14,7 +14,7 @@ from ..accounting import check_accountant, check_options, warn_of_delta
 from ..accounting.ledger import Ledger
 from ..accounting.runs import finite
 from ..accounting.used_draws import Place
-from ..batch_axis.batch_groups import Unit
+from ..batch_axis.current_batch import Unit
 from ..batch_axis.deferred_checks import AwaitedChecks, DeferredCheck, withhold
 from ..data import loader, loop_checks
 from ..data.loader_batch import LoaderBatch

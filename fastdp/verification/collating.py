@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch_axis.inputs import nested_tensors
-from ..batch_axis.marks import mark_of
+from ..batch_axis.inputs import mark_of, nested_tensors
 from ..data.batched_datasets import copied
 from ..data.collate_mixing import FAILS, refuse_mixing
 from ..data.random_generators import RandomNumbers, generators_of, kept_by

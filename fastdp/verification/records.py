@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ..batch_axis.inputs import may_be_packed, nested_tensors
-from ..batch_axis.marks import mark_of, mark_rows, samples_said
+from ..batch_axis.inputs import mark_of, mark_rows, may_be_packed, nested_tensors, samples_said
 from ..data.batched_datasets import fetches_batches
 from ..data.empty_batches import CollateWithEmpty
 

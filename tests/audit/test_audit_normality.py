@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fastdp.audit.normality import LEVEL, DeferredCheck, groups, over_steps, pairs, shape, worst
+from fastdp.audit.normality import LEVEL, Doubt, groups, over_steps, pairs, shape, worst
 
 STEPS, SIZE = 472, 276
 Array = np.ndarray
@@ -18,7 +18,7 @@ def normal(seed: int, steps: int = STEPS, size: int = SIZE) -> Array:
     return np.random.default_rng(seed).normal(size=(steps, size))
 
 
-def doubts(z: Array) -> dict[str, DeferredCheck]:
+def doubts(z: Array) -> dict[str, Doubt]:
     z = z / np.sqrt(np.mean(z**2))
     found = {"shape": shape(z), "groups": groups(z, BLOCKS), "steps": over_steps(z), "pairs": pairs(z)}
     return {name: worst(doubts) for name, doubts in found.items()}

@@ -65,13 +65,3 @@ def test_rows_of_samples_of_different_lengths_are_asked_too(name: str) -> None:
     else:
         assert norms().shape == (3,)
     engine.detach()
-
-
-def test_random_functions_of_packed_rows_go_on() -> None:
-    x, owner = torch.randn(6, D), torch.tensor([0, 0, 1, 2, 2, 2])
-    model = Program(lambda m, h: F.gumbel_softmax(h, dim=1))
-    engine = fastdp.PerSampleGradients(model)
-    fastdp.mark_rows(x, owner, samples=3)
-    torch.zeros(3, C).index_add(0, owner, model(x)).square().sum(1).mean().backward()
-    assert engine.norms().shape == (3,)
-    engine.detach()

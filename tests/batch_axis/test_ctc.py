@@ -87,26 +87,6 @@ def test_each_sample_has_its_own_loss(form: str, name: str) -> None:
     torch.testing.assert_close(found.double(), truth(loss), rtol=1e-4, atol=1e-6)
 
 
-def test_within_the_model_with_padded_labels() -> None:
-    model, (x, targets) = Recognizer(), data()
-    engine = fastdp.PerSampleGradients(model)
-    model(x, targets.masked_fill(~kept(targets, COUNTS), -100), FRAMES).backward()
-    found = engine.norms()
-    engine.detach()
-    torch.testing.assert_close(found.double(), truth(LOSSES["mean"]), rtol=1e-4, atol=1e-6)
-
-
-def test_of_a_loaders_batches() -> None:
-    model, (x, targets) = Recognizer(), data()
-    dataset = torch.utils.data.TensorDataset(x, targets, FRAMES, COUNTS)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
-    for inputs, wanted, frames, counts in fastdp.poisson_loader(dataset, sample_rate=0.7, steps=3):
-        F.ctc_loss(log_probs(model, inputs), wanted[kept(wanted, counts)], frames, counts).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.detach()
-
-
 COUPLED = {
     "targets of others": lambda p, t, f, n: F.ctc_loss(p, t.roll(1, 0), f, n),
     "targets of others in one row": lambda p, t, f, n: F.ctc_loss(p, t.flip(0)[kept(t, n)], f, n),

@@ -50,17 +50,6 @@ def test_one_backward_through_two_models_is_refused_by_both() -> None:
             optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_question_of_a_failed_backward_is_not_asked_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(D, 1)
-    optimizer = private(model)
-    monkeypatch.setattr(Doubtful, "fails", True)
-    with pytest.raises(ValueError, match="on purpose"):
-        (loss_of(model, doubtful=True) + loss_of(model)).backward()
-    loss_of(model).backward()
-    optimizer.step()
-
-
 def test_harmless_questions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_checks, "MOST", 5)
     inbox = deferred_checks.Inbox()

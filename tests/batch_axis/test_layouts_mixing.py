@@ -197,33 +197,3 @@ def test_samples_of_different_lengths_padded():
     model(torch.randn(B, B)).flatten(1).square().sum(1).mean().backward()
     assert engine.norms().shape == (B,)
     engine.detach()
-
-
-def test_a_mark_given_after_a_forward_counts():
-    """A tensor that a forward has seen keeps its layout, unless the user says more."""
-
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-
-        def forward(self, x, rows, owner):
-            return x + torch.zeros_like(x).index_add(0, owner, self.a(rows).tanh())
-
-    torch.manual_seed(0)
-    model, x, rows = Pooled(), torch.randn(2, 4), torch.randn(4, 4)
-    engine = fastdp.PerSampleGradients(model)
-    for numbers in ([0, 0, 1, 1], [0, 1, 1, 1], [1, 0, 0, 0]):
-        owner = torch.tensor(numbers)
-        fastdp.mark_rows(rows, owner)
-        index = fastdp.mark_rows(owner.clone(), owner)
-        model(x, rows, index).square().sum(1).mean().backward()
-        found = engine.norms()
-        truth = []
-        for b in range(2):
-            ps = [p.detach().requires_grad_() for p in model.parameters()]
-            alone = x[b] + torch.tanh(F.linear(rows[owner == b], *ps)).sum(0)
-            gs = torch.autograd.grad(alone.square().sum(), ps)
-            truth.append(torch.stack([g.square().sum() for g in gs]).sum().sqrt())
-        torch.testing.assert_close(found, torch.stack(truth), rtol=1e-4, atol=1e-6)
-    engine.detach()

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.batch_axis import tensor_notes
 from fastdp.errors import BatchReadWarning, FastDPError, UncapturedUseError
 
 from ..removal import Between, of_rows
@@ -171,14 +170,6 @@ def test_what_is_lost_is_found_and_refused(name: str) -> None:
             of_rows(model, torch.randn(B, D))
 
 
-@pytest.mark.parametrize("name", ["data", "detach", "numpy in place"])
-def test_the_models_own_output(name: str) -> None:
-    model = nn.Sequential(nn.Linear(D, D), Between(LOST[name]))
-    model[1].b = nn.Identity()
-    with pytest.raises(FastDPError):
-        of_rows(model, torch.randn(B, D))
-
-
 RIGHT: dict[str, Function] = {
     "data, element by element": written(lambda y: y.data.relu_()),
     "detach, element by element": written(lambda y: y.detach().mul_(2)),
@@ -234,19 +225,6 @@ def test_inputs_that_share_memory_are_themselves() -> None:
     for _ in range(2):
         model(whole[:B], whole[B:]).square().sum(1).mean().backward()
     assert engine.norms().shape == (B,)
-
-
-def test_memory_notes_what_it_holds_until_it_is_gone() -> None:
-    """The note is the memory's own: nothing lives longer by it, and no table of it grows."""
-    kept: list[Any] = []
-
-    def function(m: Any, h: Tensor) -> Tensor:
-        kept.append(h.detach())
-        return h
-
-    of_rows(Between(function), torch.randn(B, D))
-    held = getattr(kept[0].untyped_storage(), tensor_notes.HELD)
-    assert held[0].batch == B and kept[0].__dict__[tensor_notes.LAYOUT].plain
 
 
 def test_saved_tensors_load_as_weights_only_and_without_fastdp() -> None:

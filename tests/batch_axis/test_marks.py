@@ -81,24 +81,6 @@ def test_graphs_in_an_object_that_says_how_many_they_are(graphs: list[Tensor]) -
     torch.testing.assert_close(engine.norms(), exact[:2])
 
 
-def test_an_edge_between_two_graphs_is_refused(graphs: list[Tensor]) -> None:
-    model = Messages()
-    fastdp.PerSampleGradients(model)
-    with pytest.raises(SampleMixingError):
-        model(together(graphs, extra_edge=(0, 5), samples=3)).square().sum(1).mean().backward()
-
-
-def test_a_graph_without_nodes_contributes_nothing_but_the_head(graphs: list[Tensor]) -> None:
-    model = Messages()
-    engine = fastdp.PerSampleGradients(model)
-    data = together(graphs[:2], samples=3)
-    data.graphs = 3
-    model(data).square().sum(1).mean().backward()
-    grads = engine.materialize()
-    assert float(grads["message.weight"][2].norm()) == 0 and float(grads["head.bias"][2].norm()) > 0
-    assert float(grads["message.weight"][0].norm()) > 0
-
-
 def test_the_number_of_samples_must_be_known(graphs: list[Tensor]) -> None:
     model = Messages()
     fastdp.PerSampleGradients(model)
@@ -193,30 +175,6 @@ def test_what_marks_say_must_agree() -> None:
         fastdp.mark_rows(torch.randn(2, D), [-1, 1])
 
 
-class Entered(nn.Module):
-    """Called by another method than forward, first through a module that has neither data nor parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.context, self.inner = nn.Identity(), nn.Linear(D, 3)
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        assert self.context(None) is None
-        return self.inner(x)
-
-
-def test_a_call_without_data_or_parameters_before_the_forward() -> None:
-    torch.manual_seed(0)
-    model, x = Entered(), torch.randn(4, D)
-    engine = fastdp.PerSampleGradients(model)
-    model.log_prob(x).square().sum(1).mean().backward()
-    found = engine.norms()
-    engine.detach()
-    for b in range(4):
-        grads = torch.autograd.grad(model.log_prob(x[b : b + 1]).square().sum(), list(model.parameters()))
-        torch.testing.assert_close(found[b], sum(g.square().sum() for g in grads).sqrt())
-
-
 class Rotated(nn.Module):
     """Positions of text, a constant, and of images, an input without a batch: one table for all samples."""
 
@@ -250,24 +208,6 @@ def test_the_documents_examples_run() -> None:
     for number, block in enumerate(blocks):
         exec(compile(block, f"docs/rows.md, block {number}", "exec"), scope)
     assert scope["norms"].shape == (2,) and scope["optimizer"].norms.shape == (3,)
-
-
-@pytest.mark.parametrize("marked", [False, True])
-def test_verify_takes_the_rows_of_packed_inputs(marked: bool) -> None:
-    class Patches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(D, D)
-
-        def forward(self, ids: Tensor, patches: Tensor) -> Tensor:
-            return self.inner(patches).view(len(ids), -1, D).sum(1) + ids[:, None]
-
-    batch = {"ids": torch.randn(3), "patches": torch.randn(12, D)}
-    if marked:
-        fastdp.mark_rows(batch["patches"], torch.arange(3).repeat_interleave(4))
-    assert fastdp.verify(Patches(), lambda m, b: m(**b).square().sum(1).mean(), batch).ok
-    with pytest.raises(fastdp.errors.VerificationError):
-        fastdp.verify(Patches(), lambda m, b: (m(**b) - m(**b).detach().mean(0)).square().sum(1).mean(), batch)
 
 
 def test_packed_sequences_are_as_many_as_they_are_whatever_was_marked_before() -> None:

@@ -121,34 +121,6 @@ def test_what_is_written_in_the_code_is_no_size(name: str, size: int) -> None:
     assert not warned(LITERALS[name], [size] * 3)
 
 
-class Buckets(nn.Module):
-    """Adds numbers of buckets at one line, of which two equal sizes by chance: 6 samples, 24 elements that count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(D, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        return self.added(h, 12) + self.added(h, 48) - self.added(h, 8)
-
-    def added(self, h: Tensor, buckets: int) -> Tensor:
-        assert h[h > -1e9].shape[0] and h.size(0)
-        buckets //= 2
-        return h + buckets
-
-
-def test_a_place_with_several_numbers_in_one_forward_is_not_refused() -> None:
-    torch.manual_seed(0)
-    model = Buckets()
-    engine = fastdp.PerSampleGradients(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model(torch.randn(6, D)).square().sum(1).mean().backward()
-    assert engine.norms().shape == (6,)
-    engine.detach()
-
-
 # --------------------------------------------------------------------------- in the loss
 
 WEIGHT = {"of the loss": 0.3}

@@ -94,24 +94,6 @@ def test_marked_rows_are_exact(name):
     check(model, ids, fastdp.mark_rows(pixels, owner), lengths, truth)
 
 
-def test_a_sample_without_rows():
-    """Its own forward would have no image; here its rows are none among the batch's."""
-    model, lengths = model_of(), LENGTHS["none_in_one"]
-    ids, pixels = batch_of(lengths)
-    named = [p for n, p in model.named_parameters()]
-    engine = fastdp.PerSampleGradients(model)
-    owner = torch.arange(B).repeat_interleave(torch.tensor(lengths))
-    model(ids, fastdp.mark_rows(pixels, owner), lengths).square().flatten(1).mean(1).sum().backward()
-    found = engine.clipped_sum(torch.full((B,), 1.0))
-    alone = engine.materialize()
-    engine.detach()
-    loss = model(ids, pixels, lengths).square().flatten(1).mean(1).sum()
-    for (name, _), g in zip(model.named_parameters(), torch.autograd.grad(loss, named), strict=True):
-        torch.testing.assert_close(found[name] / B, g, rtol=1e-7, atol=1e-10)
-        if name.startswith(("conv", "qkv", "merge", "out", "norm")):
-            assert not alone[name][0].any() and alone[name][1].any()
-
-
 def test_equal_rows_need_no_mark():
     model, lengths = model_of(), LENGTHS["two_images"]
     ids, pixels = batch_of(lengths)

@@ -109,14 +109,6 @@ def test_verify_names_what_was_read():
         fastdp.verify(model_of(harmful), square, batch_of(4, 2, 3))
 
 
-def test_as_an_error_it_refuses():
-    engine = fastdp.PerSampleGradients(model_of(harmful))
-    with warnings.catch_warnings(), pytest.raises(BatchReadWarning):
-        warnings.simplefilter("error", BatchReadWarning)
-        square(engine.model, batch_of(4, 2, 3))
-    engine.detach()
-
-
 def test_a_folder_whose_name_begins_like_fastdps_is_the_users() -> None:
     """Code beside the installed package, or a copy of it: what it reads and computes with is looked at."""
     for path in (

@@ -160,7 +160,7 @@ def test_rules_that_change_are_asked_again() -> None:
 
 def test_calls_are_known_after_memory_of_constants_became_data() -> None:
     """In a process where some program has written data into a constant."""
-    from fastdp.batch_axis.data_memory import HOLDING
+    from fastdp.batch_axis.tensor_notes import HOLDING
 
     HOLDING.turn += 1
     model, x = Block(), torch.randn(B, D)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.batch_axis import data_memory
+from fastdp.batch_axis import tensor_notes
 from fastdp.batch_axis.layout import Layout
 from fastdp.engine import loss_tracking
 from fastdp.errors import BatchReadWarning, LossReductionWarning, SampleMixingError
@@ -295,7 +295,7 @@ def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
     waiting = nn.Linear(3, 2)
     optimizer = fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
     out = waiting(torch.randn(4, 3))  # no backward
-    data_memory.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
+    tensor_notes.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
     saved = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter, values in zip(model.parameters(), saved, strict=True):

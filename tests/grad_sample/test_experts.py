@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fastdp
 from fastdp.errors import SampleMixingError
-from fastdp.grad_sample.held_bytes import HeldBytes
+from fastdp.grad_sample.planner import HeldBytes
 
 from ..cases import Net, P, square
 from ..cases_experts import CASES, EXPERTS, SINGLE, SIZES, build, grouped_mm

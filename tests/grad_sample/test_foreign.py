@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdp.grad_sample import autograd_functions
+from fastdp.grad_sample import custom_rules
 from fastdp.grad_sample.custom_rules import is_registered, register_rule, unregister_rule
 
 
@@ -29,20 +29,20 @@ class Product(torch.autograd.Function):
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A library with the function, which was not imported so far."""
-    monkeypatch.setattr(autograd_functions, "FUNCTIONS", {"another_library": ("Product", "OfALaterVersion")})
-    monkeypatch.setattr(autograd_functions, "_seen", set())
+    monkeypatch.setattr(custom_rules, "FUNCTIONS", {"another_library": ("Product", "OfALaterVersion")})
+    monkeypatch.setattr(custom_rules, "_seen", set())
     yield lambda: monkeypatch.setitem(sys.modules, "another_library", types.SimpleNamespace(Product=Product))
     unregister_rule(Product)
 
 
 def test_it_is_seen_once_the_library_is_there(library: Any) -> None:
-    autograd_functions.see_foreign()
+    custom_rules.see_foreign()
     assert not is_registered(Product)
     library()
-    autograd_functions.see_foreign()
+    custom_rules.see_foreign()
     assert is_registered(Product) and is_registered(Product.apply)
     unregister_rule(Product)
-    autograd_functions.see_foreign()
+    custom_rules.see_foreign()
     assert not is_registered(Product)  # the user's word
 
 
@@ -53,6 +53,6 @@ def test_a_users_rule_stays(library: Any, monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*functions: Any) -> Any:
         raise AssertionError("the user's rule was replaced")
 
-    monkeypatch.setattr(autograd_functions, "register_rule", refuse)
-    autograd_functions.see_foreign()
+    monkeypatch.setattr(custom_rules, "register_rule", refuse)
+    custom_rules.see_foreign()
     assert is_registered(Product)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fastdp import PerSampleGradients
-from fastdp.batch_axis.calls import Call, Tags
+from fastdp.batch_axis.calls import LAYOUT_RULES, Call, Tags, layout_rule
 from fastdp.batch_axis.operator_table import spellings
 from fastdp.batch_axis.propagate import ask
-from fastdp.batch_axis.rules import LAYOUT_RULES, layout_rule
 from fastdp.errors import SampleMixingError
 
 from ..cases import Net, square

@@ -1,32 +1,26 @@
-"""Sums over the samples in other forms: products with ones, 1-norms, sums of rearranged rows.
-
-All of them are fixed linear functions of terms of one sample each, as a loss may be (`batch_axis.totals`).
-"""
+"""Layout rules of matrix products and attention."""
 
 from __future__ import annotations
 
+import math
 import string
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import tensor_notes
+from ..utils.pytree import tensors_in
 from .batch_positions import by_place, rows_alike
-from .calls import Call, Tags
+from .calls import Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
-from .rules import layout_rule
-from .totals import equal_counts, total_of
+from .totals import total_of
 
 T = torch.Tensor
+
+
 Subscripts = tuple[list[str], str]  # of the operands, and of the result
-
-
-# --------------------------------------------------------------------------- products
 
 
 def _of_matrices(first: Tensor, second: Tensor) -> Subscripts:
@@ -136,52 +130,88 @@ def _norm(call: Call) -> Tags:
     return [(call.out, total_of(call, call.out, layout, "sum"))]
 
 
-# --------------------------------------------------------------------------- rearranged first
+def masks_others(call: Call, query: Layout) -> bool:
+    """Whether scaled_dot_product_attention(query, key, value, mask) along the samples' rows stays within samples."""
+    q, k, v = call.args[:3]
+    mask = call.argument(3, "attn_mask")
+    if not isinstance(mask, Tensor) or call.layout(mask) is not None or call.argument(5, "is_causal", False):
+        return False
+    for tensor in (k, v):
+        layout = call.layout(tensor)
+        if layout is None or layout.mixed or layout.alone >= 0 or layout.dim != tensor.dim() - 2:
+            return False
+        if layout.order is not None or not layout.same_rows(query, q.device):
+            return False
+    if query.mixed or query.alone >= 0 or query.order is not None or query.dim != q.dim() - 2:
+        return False
+    return _bounded(q, k, v) and keeps_apart(mask, query.owners(mask.device), q.dtype)
 
 
-class Spread(NamedTuple):
-    """Where the terms of a sum lie, by the tensor that had them as rows: `by` of what is made of it the sum is there.
+def _bounded(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether no score can overflow and no value is infinite: a weight of zero times infinity is not zero."""
+    highest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in (q, k, v)]
+    return highest[0] * highest[1] * q.size(-1) < torch.finfo(q.dtype).max / 4 and math.isfinite(highest[2])
 
-    by: "sum", all of it added up; "last", the last along `dim`; "trace". versions: of the source, and of what has it.
+
+def keeps_apart(mask: Tensor, owners: Tensor, dtype: torch.dtype) -> bool:
+    """Whether an attention mask [..., queries, keys] hides from every row the rows of other samples, entirely.
+
+    owners: sample of each row [rows], of queries and keys alike. In a mask of numbers, which are added to scores, a
+    hidden key has at least half of the lowest number of `dtype`, and every row sees some key of its own unchanged:
+    else all its scores are as low, and the weights of the others' are not zero.
     """
-
-    by: str
-    source: Tensor
-    layout: Layout
-    versions: tuple[int, int]
-    dim: int = 0
-
-
-def spread(call: Call, by: str, why: str, dim: int = 0) -> Tags:
-    """Tags of a result in which no row is one sample's, but which may be added up."""
-    source, layout = call.args[0], call.layout(call.args[0])
-    if layout is not None and not layout.mixed and layout.alone < 0 and isinstance(call.out, Tensor):
-        call.out.__dict__[tensor_notes.SPREAD] = Spread(by, source, layout, (source._version, call.out._version), dim)
-    return call.all_combined(why)
+    if mask.shape[-2:] != (len(owners), len(owners)):
+        return False
+    same = owners[:, None] == owners[None, :]
+    if mask.dtype == torch.bool:
+        return not bool((mask & ~same).any()) and bool((mask & same).any(-1).all())
+    hidden = mask <= torch.finfo(dtype).min / 2
+    seen = (mask == 0) & same
+    return bool((hidden | same).all()) and bool(seen.any(-1).all())
 
 
-def spread_in(tensor: Tensor) -> Spread | None:
-    """Where the terms lie, if neither the tensor nor what it was made of was written to since."""
-    found: Spread | None = tensor.__dict__.get(tensor_notes.SPREAD)
-    return found if found is not None and found.versions == (found.source._version, tensor._version) else None
+@layout_rule(F.scaled_dot_product_attention)
+def _attention(call: Call) -> Tags:
+    known = _apart_in_attention(call)
+    if known is not None:
+        return [(call.out, known)]
+    if len(call.inputs()) > len([t for t in tensors_in(call.args[:3]) if call.layout(t) is not None]):
+        return ask(call)  # a mask made of data
+    query = call.layout(call.args[0])
+    for tensor in tensors_in(call.args[:3]):
+        layout = call.layout(tensor)
+        if layout is not None and layout.dim >= tensor.dim() - 2:
+            apart = query is not None and masks_others(call, query)
+            return [(call.out, query if apart else call.combined("attends from one sample to another"))]
+    others = {call.layout(tensor) for tensor in tensors_in(call.args[1:3])}
+    if query is not None and query.owner is None and others == {query}:
+        return [(call.out, query)]
+    return ask(call)
 
 
-def gathered(call: Call, by: str, takes: Callable[[Spread], bool] = lambda found: True) -> Tags | None:
-    """Tags of a call that adds up what was spread; None of any other."""
-    found = spread_in(call.args[0])
-    if found is None or found.by != by or not takes(found):
+def _apart_in_attention(call: Call) -> Layout | None:
+    """The result's layout, where queries, keys, values and mask have the samples in one dimension before those that are
+    combined: whatever they hold, no sample meets another. None where that cannot be told from shapes."""
+    known = call.inputs()
+    places = {layout.dim - tensor.dim() for tensor, layout in known}
+    place, first = max(places), known[0][1]
+    grouped = bool(call.kwargs.get("enable_gqa")) and place == -3  # rows of keys then serve several of queries
+    if len(places) > 1 or place >= -2 or grouped or call.out.size(place) != first.rows:
         return None
-    if call.name == "mean" and not equal_counts(found.layout, call.out.device):
-        return None
-    return [(call.out, total_of(call, call.out, found.layout, "mean" if call.name == "mean" else "sum"))]
+    for tensor, layout in known:
+        plain = layout.owner is layout.order is None and layout.alone < 0 and not (layout.mixed or layout.is_row_index)
+        if not plain or layout.inferred or layout[2:4] != first[2:4] or tensor.size(place) != first.rows:
+            return None
+    return first._replace(dim=call.out.dim() + place)
 
 
-@layout_rule(*spellings("diag"))
-def _diagonal(call: Call) -> Tags:
-    flat = call.args[0].dim() == 1 and not call.argument(1, "diagonal", 0)
-    return spread(call, "trace", "combines samples with each other") if flat else ask(call)
-
-
-@layout_rule(*spellings("trace"))
-def _trace(call: Call) -> Tags:
-    return gathered(call, "trace") or ask(call)
+@layout_rule(*spellings("grouped_mm", "_grouped_mm"), by_value=True)
+def _grouped_mm(call: Call) -> Tags:
+    """Rows [S, I], each times the matrix of its group: rows stay where they are."""
+    rows, matrices = call.args[:2]
+    layout = call.layout(rows)
+    if layout is None or layout.mixed or rows.dim() != 2 or matrices.dim() != 3 or call.layout(matrices) is not None:
+        return ask(call)
+    if layout.dim != 0:
+        return call.all_combined("sums over the batch")
+    return [(call.out, layout)]
