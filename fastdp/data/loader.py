@@ -26,6 +26,7 @@ from ..errors import StepError
 from ..utils.keyword_arguments import parameters_of, refuse_unknown
 from .empty_batches import CollateWithEmpty, options_of
 from .grouping import Grouping
+from .sample_rates import rate_and_size
 from .sampler import PoissonSampler
 from .skipped_batches import LoaderUsers, PassWatch, SkippedBatches, mark_of_key
 from .truncation import max_batch_size_for, truncation
@@ -359,19 +360,9 @@ def _loader_of(
         raise ValueError("the dataset is empty")
     if (sample_rate is None) == (expected_batch_size is None):
         raise ValueError("give either sample_rate= or expected_batch_size=")
-    if sample_rate is None:
-        assert expected_batch_size is not None
-        expected_batch_size = min(expected_batch_size, size) if of_loader else expected_batch_size
-        if not 0 < expected_batch_size <= size:
-            raise ValueError(
-                f"expected_batch_size must lie in (0, {size}], the size of the data"
-                f"{'' if grouping is None else ' in groups'}; got {expected_batch_size}"
-            )
-        sample_rate = expected_batch_size / size
-    else:
-        expected_batch_size = sample_rate * size
-        if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
-            expected_batch_size = round(expected_batch_size)
+    if of_loader and expected_batch_size is not None:
+        expected_batch_size = min(expected_batch_size, size)
+    sample_rate, expected_batch_size = rate_and_size(sample_rate, expected_batch_size, size, grouping is not None)
     steps = steps if steps is not None else steps_per_epoch(sample_rate)
     for name, value in (("max_physical_batch_size", max_physical_batch_size), ("max_batch_size", max_batch_size),
                         ("max_records_per_group", max_records_per_group), ("steps", steps),

@@ -1,4 +1,4 @@
-"""Checks a sample rate that was given against the first batch, and the DataLoader that hands it out."""
+"""Checks of a sample rate: against the batch size, the first batch, and the DataLoader that hands it out."""
 
 from __future__ import annotations
 
@@ -133,3 +133,21 @@ def _open(iterator: Any, batch: int) -> _Open:
         count, size = count * batch, batch
     why = uneven(batches.sampler if type(batches) is BatchSampler else batches, count) if count else ""
     return _Open(count, size == batch, why)
+
+
+def rate_and_size(
+    sample_rate: float | None, expected_batch_size: float | None, size: int, grouped: bool
+) -> tuple[float, float]:
+    """Both, of the one that was given, for this many samples. Raises ValueError if the size is out of range."""
+    if sample_rate is None:
+        assert expected_batch_size is not None
+        if not 0 < expected_batch_size <= size:
+            raise ValueError(
+                f"expected_batch_size must lie in (0, {size}], the size of the data"
+                f"{' in groups' if grouped else ''}; got {expected_batch_size}"
+            )
+        return expected_batch_size / size, expected_batch_size
+    expected_batch_size = sample_rate * size
+    if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
+        expected_batch_size = round(expected_batch_size)
+    return sample_rate, expected_batch_size

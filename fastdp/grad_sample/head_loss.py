@@ -83,6 +83,25 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, bias, target, terms)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _terms(terms: dict[str, Any]) -> Terms:
+    """The numbers of the loss. Raises ValueError if one is none, or out of range."""
+    for name in ("label_smoothing", "logit_scale", "z_loss", "softcap"):
+        number: Any = terms.get(name)
+        if name == "softcap" and number is None:
+            continue
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            what = number if isinstance(number, float) else type(number).__name__
+            raise ValueError(
+                f"{name} is a finite number, not {what}: it is never learned; multiply hidden states by what is"
+            )
+    found = Terms(**terms)
+    if not 0 <= found.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must lie in [0, 1], not {found.label_smoothing!r}")
+    if found.softcap is not None and not found.softcap > 0:
+        raise ValueError(f"softcap must be positive, or None, not {found.softcap!r}")
+    return found
+
+
 def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *, shift: bool = False,
              mask: Tensor | None = None, **terms: Any) -> tuple[Terms, Tensor]:  # fmt: skip
     """The terms of the loss, and the labels as the loss takes them. Raises ValueError; GraphError in a recording."""
@@ -118,20 +137,7 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
         raise ValueError(f"weight and bias on the device of hidden, {hidden.device}, not {weight.device}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are whole numbers, not {labels.dtype}")
-    for name in ("label_smoothing", "logit_scale", "z_loss", "softcap"):
-        number: Any = terms.get(name)
-        if name == "softcap" and number is None:
-            continue
-        if not isinstance(number, int | float) or not math.isfinite(number):
-            what = number if isinstance(number, float) else type(number).__name__
-            raise ValueError(
-                f"{name} is a finite number, not {what}: it is never learned; multiply hidden states by what is"
-            )
-    found = Terms(**terms)
-    if not 0 <= found.label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must lie in [0, 1], not {found.label_smoothing!r}")
-    if found.softcap is not None and not found.softcap > 0:
-        raise ValueError(f"softcap must be positive, or None, not {found.softcap!r}")
+    found = _terms(terms)
     target = labels.to(hidden.device, torch.long)
     if mask is not None:
         if mask.shape != labels.shape:

@@ -273,8 +273,7 @@ def _compiled(program: Program, apart: bool = False) -> Callable[..., Any]:
             lines += [f"del v{number}" for number in dying.get(place, ())]
             continue
         call = _call(operation, shown, names, program.device)
-        single = isinstance(operation.out, Slot)
-        if single:
+        if isinstance(operation.out, Slot):
             lines.append(f"{shown(operation.out)} = {call}")
         elif results or place in read:
             lines.append(f"out = {call}")
@@ -284,12 +283,8 @@ def _compiled(program: Program, apart: bool = False) -> Callable[..., Any]:
         else:
             lines.append(call)
         if place in read:
-            value = program.read[read[place]].value
-            names[f"r{place}"] = value
-            found = f"[tuple(t.shape) for t in [{', '.join(map(shown, results))}]]" if results else "out"
-            lines.append(f"same = same and {found} == r{place}")
-            if results:
-                lines.append("if not same: return [], False")
+            names[f"r{place}"] = program.read[read[place]].value
+            lines += _comparison([shown(slot) for slot in results], place)
         if place in dying:
             lines.append("del " + ", ".join(f"v{number}" for number in dying[place]))
     last_word = "asked" if apart else "same" if program.read else "True"
@@ -298,6 +293,14 @@ def _compiled(program: Program, apart: bool = False) -> Callable[..., Any]:
     source = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
     exec(compile(source, "<a step of fastdp>", "exec"), names)
     return names["run"]  # type: ignore[no-any-return]
+
+
+def _comparison(results: list[str], place: int) -> list[str]:
+    """Lines that compare what an operation told Python (`out`, or shapes) with what it told in the recording."""
+    if not results:
+        return [f"same = same and out == r{place}"]
+    shapes = f"[tuple(t.shape) for t in [{', '.join(results)}]]"
+    return [f"same = same and {shapes} == r{place}", "if not same: return [], False"]
 
 
 def _last_used(program: Program, kept: set[int]) -> dict[int, list[int]]:
