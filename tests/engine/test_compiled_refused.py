@@ -42,7 +42,7 @@ def test_compiled_afterwards_is_refused() -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_afterwards_is_refused_where_it_would_run_plainly(in_place: bool) -> None:
     model = nn.Linear(D, 2)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0)
+    fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0)
     later = model if in_place else torch.compile(model, backend="eager")
     if in_place:
         model.compile(backend="eager")
@@ -52,7 +52,6 @@ def test_compiled_afterwards_is_refused_where_it_would_run_plainly(in_place: boo
             later(x)
         with torch.no_grad():
             later(x)
-    optimizer.detach()
 
 
 def test_code_compiled_before_that_runs_past_the_engine_makes_no_step() -> None:
@@ -203,7 +202,7 @@ def test_nothing_is_held_after_backward() -> None:
 
     plain, batch = build("language")
     model = torch.compile(plain, backend="eager")
-    engine = PerSampleGradients(model, on_backward=lambda gradients: None)
+    PerSampleGradients(model, on_backward=lambda gradients: None)
     for _ in range(2):
         losses(model, batch()).mean().backward()
     loss = losses(model, batch()).mean()
@@ -214,4 +213,3 @@ def test_nothing_is_held_after_backward() -> None:
     loss.backward()
     del loss
     assert not [ref for ref in held if ref() is not None]
-    engine.detach()

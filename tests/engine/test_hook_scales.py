@@ -117,7 +117,6 @@ def test_hooks_on_outputs_and_on_sums() -> None:
     loss.register_hook(lambda g: g.clamp(max=0.5))  # the gradient of the loss is 1, however many there are
     loss.backward()
     assert engine.norms().shape == (size,)
-    engine.detach()
 
 
 def test_a_hook_is_called_once() -> None:
@@ -154,4 +153,3 @@ def test_gradients_that_are_no_numbers() -> None:
     x[2] = float("nan")
     model(x).square().sum(1).mean().backward()
     assert engine.norms().shape == (BATCH,)
-    engine.detach()
