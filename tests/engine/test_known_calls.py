@@ -338,6 +338,13 @@ def of_a_matrix(m: Layers, h: Tensor) -> Tensor:
 LATER: dict[str, Way] = {
     "mean": mean_taken, "by place": by_place, "numpy": of_numpy, "tolist": of_list, "backward": of_backward,
     "matrix": of_a_matrix,
+    # the same call but for one argument, with results of the same shape
+    "dimension": lambda m, h: h.softmax(0 if m.mixed else 1),
+    "dimension by keyword": lambda m, h: torch.softmax(input=h, dim=0 if m.mixed else 1),
+    "dimensions": lambda m, h: h + h.roll((1,), (0,) if m.mixed else (1,)),
+    "flag": lambda m, h: (h > 0).any(0 if m.mixed else 1, keepdim=True) * h,
+    "in an index": lambda m, h: h * 2 + (h[-1:] if m.mixed else h[:, -1:]),
+    "the other tensor": lambda m, h: F.scaled_dot_product_attention(h, h, h.transpose(0, 1) if m.mixed else h),
 }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import PairedForwardsWarning, SampleMixingError, StepError, UncapturedUseError
 
+from ..cases import Net
+
 B, T, D = 6, 5, 4
 Loss = Callable[[Any], Tensor]
 
@@ -138,17 +140,9 @@ def test_batches_of_a_loader_are_not_joined() -> None:
         loss.backward()
 
 
-class Negatives(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(D, D)
-
-    def forward(self, x: Tensor, negatives: Tensor) -> Tensor:
-        return self.encoder(x) @ self.encoder(negatives).T
-
-
 def test_refusals_name_remedies_that_work() -> None:
-    model, loss = Negatives(), lambda out: out.logsumexp(1).mean()
+    model = Net(lambda m, x, negatives: m.encoder(x) @ m.encoder(negatives).T, encoder=nn.Linear(D, D))
+    loss = lambda out: out.logsumexp(1).mean()
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
     with pytest.raises(SampleMixingError, match=r"mark_rows\(tensor, None\)"):
         loss(model(X, Y)).backward()
