@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any, Tensor], Tensor]]] = {
     ),
     "parameters": (
         StepError,
-        lambda model, h: torch.sparse.mm(h.to_sparse_csr(), model.second.weight.t() @ model.second.weight),
+        lambda model, h: torch.sparse.mm(h.to_sparse_csr(), square_of(model.second.weight)),
     ),
 }
 

@@ -56,10 +56,12 @@ def test_a_parameter_written_to_where_nothing_reads_it() -> None:
     assert engine.norms().shape == (B,)
 
 
-def test_an_input_written_to_before_the_norms_are_taken() -> None:
+@pytest.mark.parametrize("steps", [1, 3], ids=["the first step", "one like the step before"])
+def test_an_input_written_to_before_the_norms_are_taken(steps: int) -> None:
     model, x = nn.Linear(D, 2), torch.randn(B, D)
     engine = fastdp.PerSampleGradients(model)
-    model(x).square().sum(1).mean().backward()
+    for _ in range(steps):
+        model(x).square().sum(1).mean().backward()
     engine.norms()
     x.zero_()
     for ask in (engine.norms, engine.materialize, lambda: engine.clipped_sum(torch.ones(B))):
