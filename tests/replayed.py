@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fastdp import PerSampleGradients
 
 B, T, D, V = 5, 7, 16, 20
+Names = tuple[str, ...]
 
 
 class Block(nn.Module):
@@ -63,6 +64,20 @@ def models(**options) -> tuple[nn.Module, nn.Module, Tensor]:
 def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-7)
+
+
+def assert_two_backwards(
+    model: nn.Module, ids: Tensor, again: tuple[str, ...] = (), kept: tuple[str, ...] = ()
+) -> None:
+    """Norms and sums are the same with and without a second backward, which these rows of the plan have or have not."""
+    norms, sums, plan = run(model, ids, None)
+    again_norms, again_sums, replayed = run(model, ids, 1)
+    assert "two backwards" not in plan
+    twice = [line for line in replayed.splitlines() if "two backwards" in line]
+    assert all(any(name in line for line in twice) for name in again)
+    assert not any(name in line for line in twice for name in kept)
+    torch.testing.assert_close(again_norms, norms)
+    close(again_sums, sums)
 
 
 class Penalised(Model):

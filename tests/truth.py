@@ -1,4 +1,4 @@
-"""Truth: every sample alone, float64, plain autograd. No hook, no formula."""
+"""Truth: every sample alone, float64, plain autograd, no hook, no formula; and what a step is asked for by it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fastdp
+from fastdp.errors import FastDPError
 from fastdp.grad_sample.parameter_use import ParameterUse
 
 Loss = Callable[[nn.Module, Any], Tensor]  # -> one loss a sample, [B]
@@ -42,7 +44,7 @@ def take(batch: Any, rows: list[int] | slice) -> Any:
 
 def as_double(batch: Any) -> Any:
     if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
+        return batch.detach().double() if batch.is_floating_point() else batch
     if isinstance(batch, dict):
         return {key: as_double(value) for key, value in batch.items()}
     return type(batch)(as_double(value) for value in batch)
@@ -102,3 +104,32 @@ def against(exact: dict[str, Tensor], model: nn.Module, batch: Any, losses: Loss
         float(((norms - found) / norms).max()),
         uses,
     )
+
+
+def assert_step(engine: fastdp.PerSampleGradients, batch: Any, losses: Loss, rtol: float = 1e-5) -> Tensor:
+    """One backward of an attached model: its norms, gradients and clipped sums are those of each sample alone."""
+    exact = truth(engine.model, batch, losses)
+    losses(engine.model, batch).mean().backward()
+    norms, rows = engine.norms(), engine.materialize()
+    factors = torch.linspace(0.2, 1.0, len(norms))
+    close(norms.double(), norms_of(exact), rtol)
+    for name, total in engine.clipped_sum(factors).items():
+        close(rows[name].double(), exact[name], rtol)
+        close(total.double(), torch.einsum("b,b...->...", factors.double(), exact[name]), rtol)
+    return norms
+
+
+def close(found: Tensor, want: Tensor, rtol: float) -> None:
+    """Equal within rounding; small elements within that of the large ones."""
+    torch.testing.assert_close(found, want, rtol=rtol, atol=rtol * float(want.abs().max() if want.numel() else 0))
+
+
+def assert_refused(model: nn.Module, batch: Any, losses: Loss, match: str = "", kind: Any = FastDPError) -> None:
+    """A step of this program raises an error of this kind, with these words, before there are norms."""
+    engine = fastdp.PerSampleGradients(model)
+    try:
+        with pytest.raises(kind, match=match):
+            losses(model, batch).mean().backward()
+            engine.norms()
+    finally:
+        engine.detach()

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-import fastdp
 from fastdp import PerSampleGradients
 
+from ..cases import Net, P
 from ..compiled_models import (
     MODELS,
     B,
@@ -84,33 +85,6 @@ def test_batches_of_many_sizes(ran: dict[str, int]) -> None:
     assert engine.norms().shape == (0,)
 
 
-def test_the_update_is_that_of_the_plain_model() -> None:
-    plain, batch = build("language")
-    models = [copy.deepcopy(plain), torch.compile(copy.deepcopy(plain), backend="eager")]
-    options: dict[str, Any] = dict(lr=0.1, noise_multiplier=0.0, max_grad_norm=0.3, expected_batch_size=B)
-    optimizers = [fastdp.DPSGD(model, **options) for model in models]
-    for _ in range(4):
-        x = batch()
-        for model, optimizer in zip(models, optimizers, strict=True):
-            losses(model, x).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
-
-
-def test_several_forwards_before_one_backward() -> None:
-    plain, batch = build("language")
-    model = torch.compile(copy.deepcopy(plain), backend="eager")
-    engine = PerSampleGradients(model)
-
-    def twice(m: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return losses(m, pair[0]) + 2 * losses(m, pair[1])
-
-    for _ in range(3):
-        assert_exact(engine, model, plain, (batch(), batch()), twice)
-
-
 def test_frozen_and_thawed() -> None:
     """What is trained may change between steps."""
     plain, batch = build("language")
@@ -140,25 +114,20 @@ def test_tied_after_the_first_steps(way: Way) -> None:
         torch.testing.assert_close(engine.norms().double(), exact, rtol=1e-5, atol=0)
 
 
+def autocast_inside(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m.first(x * (1 + m.scale))
+    return m.second(m.norm(torch.tanh(y).float()))
+
+
 def test_autocast_outside_and_inside() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
-            self.scale = nn.Parameter(torch.ones(D))
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                y = self.first(x * (1 + self.scale))
-            return self.second(self.norm(torch.tanh(y).float()))
-
     torch.manual_seed(0)
-    plain = Mixed()
-    model, eager = torch.compile(copy.deepcopy(plain), backend="eager"), copy.deepcopy(plain)
-    engines = [PerSampleGradients(m) for m in (model, eager)]
+    eager = Net(autocast_inside, first=nn.Linear(D, D), second=nn.Linear(D, D), norm=nn.LayerNorm(D), scale=P(D))
+    models = [torch.compile(copy.deepcopy(eager), backend="eager"), eager]
+    engines = [PerSampleGradients(m) for m in models]
     for outside in (False, False, True, True, False):
         x = rows()
-        for m in (model, eager):
+        for m in models:
             with torch.autocast("cpu", torch.bfloat16, enabled=outside):
                 losses(m, x).float().mean().backward()
         torch.testing.assert_close(engines[0].norms(), engines[1].norms(), rtol=1e-3, atol=0)
@@ -181,71 +150,62 @@ def test_dropout_is_random(ran: dict[str, int]) -> None:
     assert all(not torch.equal(a, b) for k, a in enumerate(found) for b in found[:k])
 
 
-def test_checkpointing_around_and_inside() -> None:
-    from torch.utils.checkpoint import checkpoint
+# --------------------------------------------------------------------------- programs
 
-    class Checkpointed(Language):
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.tokens(ids) + self.positions
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return F.linear(self.norm(x), self.tokens.weight)
 
+class Checkpointed(Language):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def added_in_place(m: Any, x: Tensor) -> Tensor:
+    y = m.linear(x)
+    y += m.shift
+    return torch.tanh(y)
+
+
+def masked(m: Any, x: Tensor, mask: Tensor) -> Tensor:  # [T, B, D], [T, B]
+    y = m.a(x).masked_fill(~mask.unsqueeze(-1), 0.0)
+    return m.b(torch.tanh(y)).sum(0)
+
+
+def time_first(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return m(*(t.transpose(0, 1) for t in batch)).square().sum(1)
+
+
+def two_forwards(m: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return losses(m, pair[0]) + 2 * losses(m, pair[1])
+
+
+def block_and_whole(model: nn.Module) -> nn.Module:
+    model.blocks[0].compile(backend="eager")  # type: ignore[index, operator, union-attr]
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def language(layers: int = 2) -> nn.Module:
+    return Language(layers)
+
+
+PROGRAMS: dict[str, tuple[Way, Callable[[], nn.Module], Callable[[], Any], Any]] = {
+    "checkpointing around": (in_place("eager"), lambda: Checkpointed(2), tokens, losses),
+    "checkpointing inside": (parts("eager"), lambda: Checkpointed(2), tokens, losses),
+    "two forwards": (whole("eager"), language, lambda: (tokens(), tokens()), two_forwards),
+    "compiled within compiled": (block_and_whole, language, tokens, losses),
+    "added in place": (whole("eager"), lambda: Net(added_in_place, linear=nn.Linear(D, D), shift=P(D)), rows, losses),
+    "time first": (whole("eager"), lambda: Net(masked, a=nn.Linear(D, D), b=nn.Linear(D, 2)),
+                   lambda: (rows(), torch.rand(rows().shape[:2]) > 0.3), time_first),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_exact_programs(name: str) -> None:
+    way, make, batch, loss = PROGRAMS[name]
     torch.manual_seed(0)
-    plain = Checkpointed(2)
-    for way in (in_place("eager"), parts("eager")):
-        model = way(copy.deepcopy(plain))
-        engine = PerSampleGradients(model)
-        for _ in range(3):
-            assert_exact(engine, model, plain, tokens())
-
-
-def test_compiled_within_compiled() -> None:
-    plain, batch = build("language")
-    model = copy.deepcopy(plain)
-    model.blocks[0].compile(backend="eager")
-    model = torch.compile(model, backend="eager")
-    engine = PerSampleGradients(model)
+    plain = make()
+    model = way(copy.deepcopy(plain))
+    engine = PerSampleGradients(model, batch_first=name != "time first")
     for _ in range(3):
-        assert_exact(engine, model, plain, batch())
-
-
-def test_parameters_added_in_place() -> None:
-    class Adding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.shift = nn.Linear(D, D), nn.Parameter(torch.randn(D))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            y += self.shift
-            return torch.tanh(y)
-
-    torch.manual_seed(0)
-    plain = Adding()
-    model = torch.compile(copy.deepcopy(plain), backend="eager")
-    engine = PerSampleGradients(model)
-    for _ in range(3):
-        assert_exact(engine, model, plain, rows())
-
-
-def test_samples_in_the_second_dimension_and_a_mask() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(D, D), nn.Linear(D, 2)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # [T, B, D], [T, B]
-            y = self.a(x).masked_fill(~mask.unsqueeze(-1), 0.0)
-            return self.b(torch.tanh(y)).sum(0)
-
-    torch.manual_seed(0)
-    plain = Masked()
-    model = torch.compile(copy.deepcopy(plain), backend="eager")
-    engine = PerSampleGradients(model, batch_first=False)
-
-    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return m(*(t.transpose(0, 1) for t in batch)).square().sum(1)
-
-    for _ in range(3):
-        assert_exact(engine, model, plain, (rows(), torch.rand(rows().shape[:2]) > 0.3), loss)
+        assert_exact(engine, model, plain, batch(), loss)

@@ -16,6 +16,7 @@ from fastdp import PerSampleGradients
 from fastdp.engine.compile_graph import Run
 from fastdp.errors import FastDPError, StepError
 
+from ..cases import Net
 from ..compiled_models import B, D, assert_exact, build, losses
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -41,7 +42,7 @@ def test_compiled_afterwards_is_refused() -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_afterwards_is_refused_where_it_would_run_plainly(in_place: bool) -> None:
     model = nn.Linear(D, 2)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0)
+    fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0)
     later = model if in_place else torch.compile(model, backend="eager")
     if in_place:
         model.compile(backend="eager")
@@ -51,7 +52,6 @@ def test_compiled_afterwards_is_refused_where_it_would_run_plainly(in_place: boo
             later(x)
         with torch.no_grad():
             later(x)
-    optimizer.detach()
 
 
 def test_code_compiled_before_that_runs_past_the_engine_makes_no_step() -> None:
@@ -68,16 +68,8 @@ def test_code_compiled_before_that_runs_past_the_engine_makes_no_step() -> None:
 
 
 def test_mixed_samples_are_refused_every_time() -> None:
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(D, D), nn.Linear(D, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.a(x)
-            return self.b(y - y.mean(0, keepdim=True))
-
-    model = torch.compile(Mixing(), backend="eager")
+    centred = lambda m, x: m.b((y := m.a(x)) - y.mean(0, keepdim=True))
+    model = torch.compile(Net(centred, a=nn.Linear(D, D), b=nn.Linear(D, 2)), backend="eager")
     PerSampleGradients(model)
     for _ in range(3):
         with pytest.raises(FastDPError, match="mean"):
@@ -104,18 +96,9 @@ TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_rows_that_depend_on_values_are_never_taken_from_before(way: str, ran: dict[str, int]) -> None:
     """In the first step every sample is in its place; later in others', by the same graph."""
 
-    class Ordered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
-            self.order: Tensor
-            self.register_buffer("order", torch.arange(B))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(TAKEN[way](torch.tanh(self.first(x)), self.order))
-
     torch.manual_seed(0)
-    model = Ordered()
+    ordered = lambda m, x: m.second(TAKEN[way](torch.tanh(m.first(x)), m.order))
+    model = Net(ordered, first=nn.Linear(D, D), second=nn.Linear(D, 2), order=nn.Buffer(torch.arange(B)))
     eager, compiled = copy.deepcopy(model), torch.compile(model, backend="eager")
     engines = [PerSampleGradients(eager), PerSampleGradients(compiled)]
     weight = torch.tensor([1.0, 2.0, 3.0])
@@ -161,16 +144,7 @@ def test_a_write_into_what_was_saved_is_an_error() -> None:
 
 def test_a_write_into_a_divisor_is_an_error() -> None:
     """Its use reads it in the backward, where no gradient of the data does."""
-
-    class Divided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(D) + 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x / self.scale
-
-    plain = Divided()
+    plain = Net(lambda m, x: x / m.scale, scale=nn.Parameter(torch.rand(D) + 1))
     model = torch.compile(plain, backend="aot_eager")
     PerSampleGradients(model)
     for _ in range(3):
@@ -181,32 +155,27 @@ def test_a_write_into_a_divisor_is_an_error() -> None:
             out.sum().backward()
 
 
-class Overwriting(nn.Module):
-    """Writes into what a captured call has saved: the input, a result, memory seen through another tensor."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.a, self.b, self.where = nn.Linear(D, D), nn.Linear(D, 2), where
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        z = self.b(h)
-        if self.where == "input":
-            x.mul_(0.5)
-        elif self.where == "result":
-            F.relu(h, inplace=True)
-        elif self.where == "detached":
-            h.detach().mul_(3.0)
-        else:
-            h[:, :2].mul_(2.0)
-        return z + h[:, :2]
+# of what a captured call has saved: the input, a result, memory seen through another tensor
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "input": lambda x, h: x.mul_(0.5),
+    "result": lambda x, h: F.relu(h, inplace=True),
+    "detached": lambda x, h: h.detach().mul_(3.0),
+    "view": lambda x, h: h[:, :2].mul_(2.0),
+}
 
 
 @pytest.mark.parametrize("batch", [B, 1])
-@pytest.mark.parametrize("where", ["input", "result", "detached", "view"])
+@pytest.mark.parametrize("where", WRITES)
 def test_a_write_within_the_graph_into_what_was_saved_is_an_error(where: str, batch: int) -> None:
     """As in eager mode. Compiled code would write elsewhere, and norms would be those of the new numbers."""
-    model = torch.compile(Overwriting(where), backend="aot_eager")
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        z = m.b(h)
+        WRITES[where](x, h)
+        return z + h[:, :2]
+
+    model = torch.compile(Net(forward, a=nn.Linear(D, D), b=nn.Linear(D, 2)), backend="aot_eager")
     PerSampleGradients(model)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="inplace"):
@@ -233,7 +202,7 @@ def test_nothing_is_held_after_backward() -> None:
 
     plain, batch = build("language")
     model = torch.compile(plain, backend="eager")
-    engine = PerSampleGradients(model, on_backward=lambda gradients: None)
+    PerSampleGradients(model, on_backward=lambda gradients: None)
     for _ in range(2):
         losses(model, batch()).mean().backward()
     loss = losses(model, batch()).mean()
@@ -244,4 +213,3 @@ def test_nothing_is_held_after_backward() -> None:
     loss.backward()
     del loss
     assert not [ref for ref in held if ref() is not None]
-    engine.detach()

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +15,8 @@ import fastdp
 from fastdp.diagnostics import GradientDiagnostics
 from fastdp.engine.layerwise import LayerwiseSums
 from fastdp.grad_sample.linear import Matmul
+
+from .. import cases
 
 B, T, D = 6, 5, 8
 
@@ -85,18 +88,31 @@ def trained(net, steps=4, early=True, step=None, **options):
     return torch.cat([p.detach().flatten() for p in net.parameters()]), norms
 
 
+def layerwise(model, count=B):
+    return fastdp.DPSGD(
+        model, lr=0.1, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=count
+    )
+
+
 def net(how=None):
     torch.manual_seed(1)
     return Net(how)
 
 
+def taken_early(taken, make, step=None, digits=None, **options):
+    """Sizes of the groups that were taken early, in steps with the weights and norms of those without any."""
+    found, norms = trained(make(), step=step, **options)
+    early = list(taken)
+    expected, known = trained(make(), step=step, early=False, **options)
+    assert taken == early and list(norms) == list(known)
+    for a, b in ((found, expected), *((norms[name], known[name]) for name in known)):
+        torch.testing.assert_close(a, b, rtol=digits or 0, atol=(digits or 0) / 10)
+    return early
+
+
 @pytest.mark.parametrize("clipping", ["local", "global", "automatic"])
 def test_the_same_bits_as_at_the_end_of_backward(taken, clipping):
-    found, norms = trained(net(), clipping=clipping)
-    assert len(taken) == 4 * 7  # every layer, also those with two uses, in every step
-    expected, known = trained(net(), clipping=clipping, early=False)
-    assert len(taken) == 4 * 7 and torch.equal(found, expected)
-    assert list(norms) == list(known) and all(torch.equal(norms[name], known[name]) for name in known)
+    assert len(taken_early(taken, net, clipping=clipping)) == 4 * 7  # every layer, also those with two uses
 
 
 def test_norms_are_those_of_single_samples(taken):
@@ -114,69 +130,60 @@ def test_norms_are_those_of_single_samples(taken):
 
 @pytest.mark.parametrize("how", ["reentrant", "not"])
 def test_checkpointing(taken, how):
-    found, _ = trained(net(how))
-    early = len(taken)
-    expected, _ = trained(net(how), early=False)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert early == 4 * (7 if how == "not" else 1)  # a region that runs again is not counted: those wait
+    early = taken_early(taken, lambda: net(how), digits=1e-5)
+    assert len(early) == 4 * (7 if how == "not" else 1)  # a region that runs again is not counted: those wait
 
 
-def test_several_forwards_before_a_backward(taken):
-    def both(model, seed):
-        (loss_of(model, batch(seed)) + loss_of(model, batch(seed + 50))).mean().backward()
-
-    assert torch.equal(trained(net(), step=both)[0], trained(net(), step=both, early=False)[0])
-    assert taken
-
-    def apart(model, seed):
-        first, second = loss_of(model, batch(seed)).mean(), loss_of(model, batch(seed + 50)).mean()
-        first.backward()
-        third = loss_of(model, batch(seed + 90)).mean()
-        (second + third).backward()
-
-    with pytest.warns(UserWarning, match="several|more than one|backward"):
-        found = trained(net(), step=apart)[0]
-    with pytest.warns(UserWarning, match="several|more than one|backward"):
-        assert torch.equal(found, trained(net(), step=apart, early=False)[0])
+def two_forwards(model, seed):
+    (loss_of(model, batch(seed)) + loss_of(model, batch(seed + 50))).mean().backward()
 
 
-def test_a_forward_whose_graph_is_dropped_makes_layers_wait(taken):
-    def step(model, seed):
-        if seed == 1:
-            loss_of(model, batch(70))
-        loss_of(model, batch(seed)).mean().backward()
-
-    assert torch.equal(trained(net(), step=step)[0], trained(net(), step=step, early=False)[0])
+def two_backwards(model, seed):
+    first, second = loss_of(model, batch(seed)).mean(), loss_of(model, batch(seed + 50)).mean()
+    first.backward()
+    third = loss_of(model, batch(seed + 90)).mean()
+    (second + third).backward()
 
 
-def test_what_never_is_complete_is_taken_at_the_end(taken):
+def a_dropped_graph(model, seed):
+    if seed == 1:
+        loss_of(model, batch(70))
+    loss_of(model, batch(seed)).mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*(several|more than one|backward).*:UserWarning")
+@pytest.mark.parametrize("step", [two_forwards, two_backwards, a_dropped_graph])
+def test_several_forwards_before_a_backward(taken, step):
+    assert taken_early(taken, net, step) or step is two_backwards  # whose layers wait
+
+
+def of_rows(model, seed):
+    x = torch.randn(B, D, generator=torch.Generator().manual_seed(seed))
+    model(x).square().sum(1).mean().backward()
+
+
+def odd():
     """A layer with a parameter that no backward reaches, one made of two layers, a frozen one."""
+    torch.manual_seed(2)
+    product = lambda m, x: F.linear(x, m.a.weight * m.b.weight, m.a.bias + m.b.bias)
+    forward = lambda m, x: (m.unused(x), m.c(torch.tanh(product(m, x))))[1]
+    model = cases.Net(forward, **{name: nn.Linear(D, D) for name in ("a", "b", "c", "unused")})
+    model.c.weight.requires_grad_(False)
+    return model
 
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
-            self.unused = nn.Linear(D, D)
-            self.c.weight.requires_grad_(False)
 
-        def forward(self, x):
-            self.unused(x)
-            return self.c(torch.tanh(nn.functional.linear(x, self.a.weight * self.b.weight, self.a.bias + self.b.bias)))
+def partly_compiled():
+    """Calls of compiled code are counted too."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    model[2].weight = model[0].weight
+    model[0].compile(backend="eager")
+    return model
 
-    def step(model, seed):
-        x = torch.randn(B, D, generator=torch.Generator().manual_seed(seed))
-        model(x).square().sum(1).mean().backward()
 
-    def made():
-        torch.manual_seed(2)
-        return Odd()
-
-    found, norms = trained(made(), step=step)
-    assert taken == [1] * 4  # c
-    expected, known = trained(made(), step=step, early=False)
-    torch.testing.assert_close(found, expected)
-    for name in known:
-        torch.testing.assert_close(norms[name], known[name])
+@pytest.mark.parametrize(("make", "groups"), [(odd, [1]), (partly_compiled, [1, 2])])
+def test_what_never_is_complete_is_taken_at_the_end(taken, make, groups):
+    assert taken_early(taken, make, of_rows, digits=1e-5) == groups * 4
 
 
 @pytest.mark.parametrize("how", ["flat", "groups", "callable", "memory", "diagnostics", "persons"])
@@ -203,7 +210,12 @@ def test_where_the_end_is_needed_nothing_is_early(taken, how):
         assert watching.report()
 
 
-def test_a_sample_that_is_not_finite_contributes_to_no_layer(taken):
+NAMES = [name for name, _ in Net().named_parameters()]
+GROUPS = [{"params": NAMES[:3], "max_grad_norm": 0.3}, {"params": NAMES[3:], "max_grad_norm": 0.4}]
+
+
+@pytest.mark.parametrize("style", ["layerwise", GROUPS])
+def test_a_sample_that_is_not_finite_contributes_to_no_layer(taken, style):
     def step(model, seed):
         factors = torch.ones(B)
         factors[2] = float("nan")
@@ -213,9 +225,10 @@ def test_a_sample_that_is_not_finite_contributes_to_no_layer(taken):
         losses = loss_of(model, batch(seed)[[0, 1, 3, 4, 5]])
         losses.mean().backward()
 
-    found, norms = trained(net(), step=step)
-    assert taken and all(not torch.isfinite(rows[2]) for rows in norms.values())
-    expected, _ = trained(net(), step=without)
+    found, norms = trained(net(), step=step, style=style)
+    assert bool(taken) == (style == "layerwise")
+    assert all(not torch.isfinite(rows[2]) for rows in norms.values()) or style is GROUPS
+    expected, _ = trained(net(), step=without, style=style)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -249,38 +262,9 @@ def test_a_sample_that_is_not_finite_in_the_first_layers_keeps_its_bound(taken):
         assert moved.isfinite().all() and 0 < float(moved.norm()) <= count / 2**0.5 * 1.0001
 
 
-def test_a_parameter_in_compiled_code_and_beside_it(taken):
-    """Calls of compiled code are counted too."""
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-            self.second.weight = self.first.weight
-
-        def forward(self, x):
-            return self.second(torch.tanh(self.first(x)))
-
-    def made():
-        torch.manual_seed(2)
-        model = Mixed()
-        model.first.compile(backend="eager")
-        return model
-
-    def step(model, seed):
-        x = torch.randn(B, D, generator=torch.Generator().manual_seed(seed))
-        model(x).square().sum(1).mean().backward()
-
-    found, _ = trained(made(), steps=6, step=step)
-    assert taken == [1, 2] * 6  # the bias of the second, then the first with the weight of both
-    expected, _ = trained(made(), steps=6, step=step, early=False)
-    torch.testing.assert_close(found, expected)
-
-
 def test_a_use_that_comes_late_is_refused_and_nothing_is_kept(monkeypatch):
     model = net()
-    optimizer = fastdp.DPSGD(model, lr=0.1, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
-                             expected_batch_size=B)  # fmt: skip
+    optimizer = layerwise(model)
     backward = optimizer._privacy.engine._backward
     loss = loss_of(model, batch(0)).mean()
     for places in backward.uses_of.values():
@@ -297,20 +281,14 @@ def test_a_use_that_comes_late_is_refused_and_nothing_is_kept(monkeypatch):
 
 
 def test_data_that_is_written_to_before_the_last_use_arrives(taken):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(D, D)
+    def twice(m, x):
+        first = m.layer(x)
+        between = torch.relu(first)
+        first.register_hook(lambda grad: (between.detach().mul_(2), None)[1])
+        return m.layer(between)
 
-        def forward(self, x):
-            first = self.layer(x)
-            between = torch.relu(first)
-            first.register_hook(lambda grad: (between.detach().mul_(2), None)[1])
-            return self.layer(between)
-
-    model = Twice()
-    optimizer = fastdp.DPSGD(model, lr=0.1, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
-                             expected_batch_size=B)  # fmt: skip
+    model = cases.Net(twice, layer=nn.Linear(D, D))
+    optimizer = layerwise(model)
     with pytest.raises((fastdp.errors.StepError, RuntimeError), match="written to in place|inplace operation"):
         model(torch.randn(B, D)).square().sum(1).mean().backward()
     assert not taken and not optimizer._privacy.busy
@@ -318,8 +296,7 @@ def test_data_that_is_written_to_before_the_last_use_arrives(taken):
 
 def test_clipping_that_changes_within_backward_is_refused(taken):
     model = net()
-    optimizer = fastdp.DPSGD(model, lr=0.1, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
-                             expected_batch_size=B)  # fmt: skip
+    optimizer = layerwise(model)
     model.blocks[1].register_full_backward_hook(lambda *_: optimizer.set_clipping(max_grad_norm=0.1))
     logits = model(batch(0)[:, :-1])
     with pytest.raises(fastdp.errors.StepError, match="changed within backward"):

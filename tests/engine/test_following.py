@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.engine.compile_stance import PLAINLY
 from fastdp.errors import BatchReadWarning, LossNotFollowedWarning, SampleMixingError
+
+from ..cases import Net
 
 N, D, C = 8, 5, 3
 
@@ -83,7 +86,6 @@ def test_a_loss_in_another_thread_than_the_forward_is_warned_of(elsewhere: Any) 
         optimizer.step()
     train(model, optimizer, x, y)
     elsewhere(lambda: train(model, optimizer, x, y))  # all of it in the other thread
-    optimizer.detach()
 
 
 def test_backwards_of_two_threads_are_told_apart() -> None:
@@ -107,8 +109,6 @@ def test_backwards_of_two_threads_are_told_apart() -> None:
     assert found
     one.step()
     two.step()
-    one.detach()
-    two.detach()
 
 
 def test_a_refusal_is_of_the_thread_that_called_backward() -> None:
@@ -117,14 +117,18 @@ def test_a_refusal_is_of_the_thread_that_called_backward() -> None:
         coupled(first(x)).backward()
     in_thread(lambda: train(second, two, x, y))
     train(first, one, x, y)
-    one.detach()
-    two.detach()
 
 
 # --------------------------------------------------------------------------- labels and inputs in several steps
 
 
+def measured(out: Tensor, y: Tensor) -> Any:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    return torchmetrics.Accuracy(task="multiclass", num_classes=C)(out, y)
+
+
 LOOKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "metrics": measured,
     "nothing": lambda out, y: None,
     "a view": lambda out, y: (out.argmax(1) == y.view(-1)).sum(),
     "flat": lambda out, y: torch.unique(y.flatten()),
@@ -146,39 +150,17 @@ def test_parts_of_labels_before_the_whole(name: str) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.detach()
-
-
-def test_metrics_between_forward_and_backward() -> None:
-    torchmetrics = pytest.importorskip("torchmetrics")
-    (model, optimizer), (x, y) = new(), data()
-    train(model, optimizer, x[:4], y[:4])
-    for _ in range(3):
-        out = model(x)
-        torchmetrics.Accuracy(task="multiclass", num_classes=C)(out, y)
-        F.cross_entropy(out, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.detach()
 
 
 def test_labels_of_a_step_may_be_inputs_of_another_model() -> None:
-    class Conditional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.table = nn.Linear(D, C), nn.Embedding(C, C)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.layer(x) + self.table(y)
-
     (model, optimizer), (x, y) = new(), data()
     train(model, optimizer, x, y)
     optimizer.detach()
-    engine = fastdp.PerSampleGradients(other := Conditional())
+    other = Net(lambda m, x, y: m.layer(x) + m.table(y), layer=nn.Linear(D, C), table=nn.Embedding(C, C))
+    engine = fastdp.PerSampleGradients(other)
     for _ in range(2):
         F.cross_entropy(other(x, y), y).backward()
         assert engine.norms().shape == (N,)
-    engine.detach()
 
 
 # --------------------------------------------------------------------------- a forward without a backward
@@ -211,7 +193,6 @@ def test_data_prepared_after_a_look_at_the_loss(name: str, kept: bool, again: bo
     train(model, optimizer, x2, y2, 2)
     train(model, optimizer, *data(), 2)
     train(model, optimizer, x2, y2, 2)
-    optimizer.detach()
 
 
 def test_what_outputs_of_such_a_forward_made_stays_refused() -> None:
@@ -238,7 +219,6 @@ def test_what_inputs_made_between_two_forwards_of_one_loss_is_refused(order: tup
     second = model(2 * x)
     with pytest.raises(SampleMixingError):
         (F.cross_entropy(first, y, weight=weights) + F.cross_entropy(second, y)).backward()
-    optimizer.detach()
 
 
 def test_statistics_of_labels_of_a_step_stay_refused_in_the_next() -> None:
@@ -250,7 +230,6 @@ def test_statistics_of_labels_of_a_step_stay_refused_in_the_next() -> None:
     out = model(data(7)[0])
     with pytest.raises(SampleMixingError, match="earlier batch"):
         (F.cross_entropy(out, data(7)[1], reduction="none") * weights[0]).mean().backward()
-    optimizer.detach()
 
 
 # --------------------------------------------------------------------------- what stays on
@@ -281,7 +260,6 @@ def test_the_mode_ends_with_what_it_follows() -> None:
     assert PLAINLY._wanted == before
     train(model, optimizer, x, y)
     assert modes() == 0
-    optimizer.detach()
 
 
 def test_forwards_with_gradients_that_no_backward_follows_do_not_pile_up() -> None:
@@ -290,48 +268,31 @@ def test_forwards_with_gradients_that_no_backward_follows_do_not_pile_up() -> No
     assert modes() == 1
     train(model, optimizer, x, y, 3)
     assert modes() == 0 and len(outs) == 20
-    optimizer.detach()
 
 
 # --------------------------------------------------------------------------- two models
 
 
 @pytest.mark.parametrize("rows", [N, 4])
-def test_another_model_is_trained_meanwhile(rows: int) -> None:
-    for loss, refused in ((lambda out, y: F.cross_entropy(out, y), False), (lambda out, y: coupled(out), True)):
-        (first, one), (second, two), (x, y) = new(), new(), data()
-        out = first(x)
-        train(second, two, x[:rows], y[:rows])
-        if refused:
-            with pytest.raises(SampleMixingError):
-                loss(out, y).backward()
-        else:
-            loss(out, y).backward()
-            one.step()
-        one.detach()
-        two.detach()
-
-
-@pytest.mark.parametrize("rows", [N, 4])
 @pytest.mark.parametrize("refused", [True, False])
-def test_two_forwards_then_two_losses(rows: int, refused: bool) -> None:
+@pytest.mark.parametrize("whole_step", [True, False])
+def test_another_model_is_trained_meanwhile(whole_step: bool, refused: bool, rows: int) -> None:
+    """Its whole step between the forward and the loss, or two forwards and then two losses."""
     (first, one), (second, two), (x, y) = new(), new(), data()
-    out, other = first(x), second(x[:rows])
+    out, other = first(x), None if whole_step else second(x[:rows])
+    if whole_step:
+        train(second, two, x[:rows], y[:rows])
     loss = coupled(out) if refused else F.cross_entropy(out, y)
-    F.cross_entropy(other, y[:rows]).backward()
-    two.step()
-    if refused:
-        with pytest.raises(SampleMixingError):
-            loss.backward()
-    else:
+    if other is not None:
+        F.cross_entropy(other, y[:rows]).backward()
+        two.step()
+    with pytest.raises(SampleMixingError) if refused else contextlib.nullcontext():
         loss.backward()
         one.step()
-    one.detach()
-    two.detach()
 
 
 def test_two_batches_of_one_model() -> None:
-    engine = fastdp.PerSampleGradients(model := nn.Linear(D, C))
+    fastdp.PerSampleGradients(model := nn.Linear(D, C))
     (x, y), (more, labels) = data(), data(6)
     for first in (0, 1):
         losses = [F.cross_entropy(model(x), y), F.cross_entropy(model(more), labels)]
@@ -341,34 +302,23 @@ def test_two_batches_of_one_model() -> None:
         for loss in (losses[first], losses[1 - first]):
             with pytest.raises(SampleMixingError):
                 loss.backward()
-    engine.detach()
 
 
 def test_long_after_it_is_warned_of() -> None:
-    (first, one), (second, two), (x, y) = new(), new(), data()
+    (first, _one), (second, two), (x, y) = new(), new(), data()
     out = first(x)
     train(second, two, x, y, 3)
     assert modes() == 0
     with pytest.warns(LossNotFollowedWarning, match="many other forwards"):
         coupled(out).backward()
-    one.detach()
-    two.detach()
 
 
 def test_what_another_models_output_of_a_past_step_made_is_not_of_this_batch() -> None:
     """While an older batch is followed again, what comes of the one before it is not taken for its samples."""
 
-    class Adding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.kept = nn.Linear(D, C), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.layer(x)
-            return h if self.kept is None else h + self.kept
-
-    (first, one), (x, y) = new(), data()
-    engine = fastdp.PerSampleGradients(model := Adding())
+    (first, _one), (x, y) = new(), data()
+    adding = lambda m, x: m.layer(x) if m.kept is None else m.layer(x) + m.kept
+    fastdp.PerSampleGradients(model := Net(adding, layer=nn.Linear(D, C), kept=None))
     waiting = first(x)
     out = model(x)
     F.cross_entropy(out, y).backward()
@@ -376,8 +326,6 @@ def test_what_another_models_output_of_a_past_step_made_is_not_of_this_batch() -
     with pytest.raises(SampleMixingError, match="earlier batch"):
         F.cross_entropy(model(x), y).backward()
     assert waiting.requires_grad
-    engine.detach()
-    one.detach()
 
 
 # --------------------------------------------------------------------------- numbers that come back

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import SampleMixingError
 
-from .test_activation_hooks import BEFORE, FULL, Net, check_right, each, in_place, on_tensor
+from .test_activation_hooks import BEFORE, FULL, Net, changing, check_right, hooked, in_place, on_tensor
 
 BATCH = 6
 
@@ -93,21 +93,13 @@ def test_in_proportion_goes_on_working(name: str, inputs: float) -> None:
 
 
 def test_hooks_on_modules() -> None:
-    def build(register: str, change: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-        def made() -> nn.Module:
-            model = Net()
-            hook: Any = lambda module, *grads: each(grads[0], change)
-            getattr(model.second, register)(hook)
-            return model
-
-        return made
-
     for register in (FULL, BEFORE):
-        for change in (BENT["signs"], BENT["clamp"]):
+        for name in ("signs", "clamp"):
+            bent = hooked(register, changing(BENT[name]))
             with pytest.raises(SampleMixingError, match="hook on a module.*linear"):
-                train(build(register, change))
-            train(build(register, change), "sum")
-        train(build(register, STRAIGHT["reversed"]))
+                train(bent)
+            train(bent, "sum")
+        train(hooked(register, changing(STRAIGHT["reversed"])))
 
 
 def test_hooks_on_outputs_and_on_sums() -> None:
@@ -125,7 +117,6 @@ def test_hooks_on_outputs_and_on_sums() -> None:
     loss.register_hook(lambda g: g.clamp(max=0.5))  # the gradient of the loss is 1, however many there are
     loss.backward()
     assert engine.norms().shape == (size,)
-    engine.detach()
 
 
 def test_a_hook_is_called_once() -> None:
@@ -162,4 +153,3 @@ def test_gradients_that_are_no_numbers() -> None:
     x[2] = float("nan")
     model(x).square().sum(1).mean().backward()
     assert engine.norms().shape == (BATCH,)
-    engine.detach()

@@ -1,298 +1,578 @@
-"""Known calls (`csrc/python/known_calls.cpp`) are those of Python: the same signatures, layouts, norms and refusals."""
+"""Repeated steps, whose calls, layouts and backward are known from the steps before, some of them by C++: each step is
+exact, and whatever may change between two calls of one kind is looked at again."""
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Iterator
+import gc
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.batch_axis.layout import layout_on
-from fastdp.engine.call_cache import Memo
-from fastdp.engine.capture import _CaptureMode
-from fastdp.engine.known_calls import MISSED
-from fastdp.errors import SampleMixingError
-from fastdp.ops.registry import native
-from fastdp.utils.pytree import tensors_in
+from fastdp import PerSampleGradients
+from fastdp.engine import capture
+from fastdp.errors import FastDPError, SampleMixingError, StepError
+from fastdp.utils import cache
+from fastdp.utils.garbage_collection import MANY
 
 from .. import cases
+from ..truth import assert_step, norms_of, truth
 
-pytestmark = pytest.mark.skipif(isinstance(native(), str), reason="the extension is not built")
-B, D = 4, 6
-
-
-class Seen:
-    """What the calls of passes came to."""
-
-    def __init__(self) -> None:
-        self.known = self.asked = 0
-        self.layouts: list[Any] = []
+B, T, D = 4, 4, 6  # the batch and the sequence of one size, on purpose
+Way = Callable[[Any, Tensor], Tensor]
 
 
-def _facts(out: Any) -> Any:
-    """The layouts of a call's results, without the tensors in them."""
-    found = [layout_on(tensor) for tensor in tensors_in(out)]
-    return [layout and layout._replace(owner=None, order=None, shifted=None, piece=None) for layout in found]
+class Layers(nn.Module):
+    """A few layers, used as `way` says."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.mixed = way, False
+        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D, bias=False)
+        self.norm, self.conv, self.other = nn.LayerNorm(D), nn.Conv1d(T, T, 3, padding=1), nn.Conv1d(T, T, 3)
+        self.scale = nn.Parameter(torch.rand(D))
+        self.register_buffer("table", torch.linspace(0, 1, B + 2))
+        self.plain = [torch.linspace(0, 1, B + 2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Counts calls, and compares each signature with that of Python."""
-    found, calls_of = Seen(), Memo.calls_of
-
-    def watch(self: Any, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        forward_pass, kwargs = self.forward_pass, kwargs or {}
-        looked_at = forward_pass.known_calls is None or forward_pass.watcher is not None or forward_pass.exposed
-        mine = MISSED if looked_at else forward_pass.known_calls.signature(func, args, kwargs)
-        if mine is not MISSED and type(mine[0]) is not str:  # (of a captured call there is none in Python)
-            assert mine == forward_pass.memo.signature(func, args, kwargs, forward_pass.batch, forward_pass.tracked)
-        found.asked += 1
-        found.known += mine is not MISSED
-        known_first = self.__dict__.get("known_first")
-        out = (known_first or functools.partial(whole, self))(func, kinds, args, kwargs)
-        found.layouts.append(_facts(out))
-        return out
-
-    class Watched:
-        """Known calls, watched over where they are made."""
-
-        def __init__(self, calls: Any) -> None:
-            self.signature, self.calls = calls.signature, calls
-
-        def serve(self, mode: Any) -> None:
-            self.calls.serve(mode)
-            mode.known_first, mode.__torch_function__ = mode.__torch_function__, types.MethodType(watch, mode)
-
-    def watched(memo: Memo, *given: Any) -> Any:
-        calls = calls_of(memo, *given)
-        return None if calls is None else Watched(calls)
-
-    whole = _CaptureMode.__torch_function__
-    monkeypatch.setattr(Memo, "calls_of", watched)
-    monkeypatch.setattr(_CaptureMode, "__torch_function__", lambda self, *call: watch(self, *call)
-                        if "known_first" not in self.__dict__ else whole(self, *call))  # fmt: skip
-    return found
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().flatten(1).mean(1)
 
 
-def steps(model: nn.Module, batch: Any, losses: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Norms of three steps."""
-    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
-    for _ in range(3):
-        losses(model, batch).sum().backward()
-        yield engine.norms()
-    engine.detach()
+def data(size: int = B) -> Tensor:
+    return torch.randn(size, T, D)
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_as_in_python(name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    fast = list(steps(*cases.build(name)))
-    layouts, seen.layouts = seen.layouts, []
-    monkeypatch.setattr(Memo, "calls_of", lambda *given: None)
-    torch.manual_seed(1)
-    slow = list(steps(*cases.build(name)))
-    assert layouts == seen.layouts
-    for a, b in zip(fast, slow, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)  # (autograd's node may round in another order than ours)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)
-        self.way = "plain"
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(torch.relu(self.norm(self.first(x))), 0.0)
-        if self.way == "mixed":
-            h = h - h.mean(0)
-        elif self.way == "by place":
-            h = h * torch.linspace(0, 1, len(h))[:, None]
-        elif self.way == "alike":
-            h = h * torch.full((B, 1), 2.0)
-        elif self.way == "other module":
-            return self.first(h)
-        return self.second(h)
-
-
-def engine_of(model: nn.Module) -> fastdp.PerSampleGradients:
-    return fastdp.PerSampleGradients(model, loss_reduction="sum")
-
-
-def step(model: nn.Module, x: Tensor) -> None:
-    model(x).square().sum().backward()
-
-
-def truth(model: nn.Module, x: Tensor) -> Tensor:
-    params = [p for p in model.parameters() if p.requires_grad]
-    rows = [torch.autograd.grad(model(one[None]).square().sum(), params, allow_unused=True) for one in x]
-    return torch.stack([sum(g.square().sum() for g in grads if g is not None) for grads in rows]).sqrt()  # type: ignore
-
-
-def check(engine: fastdp.PerSampleGradients, model: nn.Module, x: Tensor) -> None:
-    step(model, x)
-    norms = engine.norms()
-    with torch.random.fork_rng():
-        other = Block()
-    other.load_state_dict(model.state_dict())
-    other.way = model.way  # type: ignore[assignment]
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        theirs.requires_grad_(mine.requires_grad)
-    torch.testing.assert_close(norms, truth(other, x), rtol=1e-5, atol=1e-6)
-
-
-def test_all_calls_of_a_plain_model_are_known(seen: Seen) -> None:
-    model, x = Block(), torch.randn(B, D)
-    engine = engine_of(model)
-    for number in range(3):
-        seen.known = seen.asked = 0
-        check(engine, model, x)
-        assert seen.asked == 5 and (number == 0 or seen.known == 5)
-
-
-@pytest.mark.parametrize("way", ["mixed", "by place"])
-def test_what_couples_samples_is_refused_after_known_steps(way: str) -> None:
-    model, x = Block(), torch.randn(B, D)
-    engine = engine_of(model)
+def test_every_kind_of_use_in_three_steps(name: str) -> None:
+    model, batch, loss = cases.build(name)
+    exact = norms_of(truth(model, batch, loss))
+    engine = PerSampleGradients(model)
     for _ in range(3):
-        check(engine, model, x)
-    for _ in range(2):
-        model.way = way
-        with pytest.raises(SampleMixingError):
-            step(model, x)
-        model.way = "plain"
-        check(engine, model, x)
+        loss(model, batch).mean().backward()
+        torch.testing.assert_close(engine.norms().double(), exact, rtol=1e-5, atol=0)
+
+
+# --------------------------------------------------------------------------- the same program in every step
+
+
+def plainly(m: Layers, x: Tensor) -> Tensor:
+    return m.b(F.dropout(torch.relu(m.norm(m.a(x))), 0.0))
+
+
+def relu_in_place(m: Layers, x: Tensor) -> Tensor:
+    return m.c(m.b(m.a(x).relu_()).relu_())
+
+
+def written_views(m: Layers, x: Tensor) -> Tensor:
+    h = m.b(m.a(x))
+    part = h[..., 2:]
+    part.mul_(3)
+    return m.c(torch.cat([h[..., :2] * 2, part], -1))
+
+
+def written_result(m: Layers, x: Tensor) -> Tensor:
+    h = m.b(m.a(x))
+    h.add_(1.0).mul_(h.detach().sign())
+    return m.c(h)
+
+
+def numbers_set(m: Layers, x: Tensor) -> Tensor:
+    h = m.b(m.a(x))
+    h.data = torch.tanh(h.data)
+    return m.c(h)
+
+
+def twice(m: Layers, x: Tensor) -> Tensor:
+    return m.b(torch.tanh(m.b(m.a(x))))
+
+
+def unused(m: Layers, x: Tensor) -> Tensor:
+    h = m.a(x)
+    m.b(h)
+    return m.c(h)
+
+
+def transposed(m: Layers, x: Tensor) -> Tensor:
+    h = m.a(x).transpose(0, 1).contiguous().transpose(0, 1)
+    return m.conv(m.b(h)) @ m.c.weight
+
+
+def norms(m: Layers, x: Tensor) -> Tensor:
+    h = m.norm(m.a(x))
+    return m.norm(m.conv(h) * m.scale) + m.scale
+
+
+def hooked(m: Layers, x: Tensor) -> Tensor:
+    h = m.b(m.a(x))
+    h.register_hook(lambda g: g * 0.5)
+    return m.c(torch.relu(h))
+
+
+def two_paths(m: Layers, x: Tensor) -> Tensor:
+    h = m.b(m.a(x))
+    return torch.cat([m.c(h), h.abs()], -1)
+
+
+def detached(m: Layers, x: Tensor) -> Tensor:
+    return m.b(m.a(x).detach().requires_grad_()) + m.c(m.a(x).detach())
+
+
+def one_parameter_twice(m: Layers, x: Tensor) -> Tensor:
+    return m.c(F.layer_norm(m.a(x), (D,), m.scale, m.scale))
+
+
+WAYS = (plainly, relu_in_place, written_views, written_result, numbers_set, twice, unused, transposed, norms, hooked,
+        two_paths, detached, one_parameter_twice)  # fmt: skip
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["data", "input that requires grad"])
+@pytest.mark.parametrize("way", WAYS)
+def test_exact_in_every_step(way: Way, tracked: bool) -> None:
+    engine, plain = PerSampleGradients(Layers(way).double()), Layers(way).double()
+    for _ in range(4):
+        x = data().double().requires_grad_(tracked)
+        assert_step(engine, x, losses, rtol=1e-6)
+        if tracked and way is not detached:
+            (want,) = torch.autograd.grad(losses(plain, x).mean(), x)
+            torch.testing.assert_close(x.grad, want)
+
+
+def test_the_second_step_asks_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, asked = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Flatten(), nn.Linear(T * D, 3)), data(), []
+    PerSampleGradients(model)
+    propagate = capture.propagate
+    monkeypatch.setattr(capture, "propagate", lambda call: (asked.append(call.name), propagate(call))[1])
+    losses(model, x).mean().backward()
+    first = len(asked)
+    losses(model, x).mean().backward()
+    assert first > 0 and len(asked) == first
+    losses(model, x[:3]).mean().backward()  # another batch is another kind
+    assert len(asked) == 2 * first
+
+
+def test_steps_are_those_of_uses_recorded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights after some private steps, with noise."""
+
+    def trained() -> list[Tensor]:
+        model = Layers(norms)
+        optimizer = fastdp.DPAdamW(
+            model, lr=0.1, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=B, seed=0
+        )
+        torch.manual_seed(1)
+        for _ in range(5):
+            losses(model, data()).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.detach()
+        return [p.detach() for p in model.parameters()]
+
+    fast = trained()
+    monkeypatch.setattr("fastdp.engine.backward.like", lambda *given: None)
+    for a, b in zip(fast, trained(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+# --------------------------------------------------------------------------- what changes between steps
+
+
+def time_first(m: Layers, x: Tensor) -> Tensor:
+    h = m.a(x).tanh().transpose(0, 1) * torch.linspace(0.5, 1.5, T).view(T, 1, 1)
+    return m.b(h.transpose(0, 1))
+
+
+def by_rows(m: Layers, x: Tensor) -> Tensor:
+    return m.b(m.a(x).tanh().flatten(0, 1).view(len(x), T, D))
+
+
+def attention(m: Layers, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    return m.b(F.scaled_dot_product_attention(h, h, h))
+
+
+def alike(m: Layers, x: Tensor) -> Tensor:
+    return m.b(m.a(x).tanh() * torch.full((len(x), 1, 1), 2.0))
+
+
+def other_module(m: Layers, x: Tensor) -> Tensor:
+    return m.c(m.a(x).tanh())
+
+
+def convolutions(first: int) -> Way:
+    def way(m: Layers, x: Tensor) -> Tensor:
+        made = ((m.conv, first), (m.other, 3 - first))
+        return sum(F.conv1d(x, c.weight, padding=d, dilation=d).tanh() for c, d in made)  # type: ignore[return-value]
+
+    return way
+
+
+def without_grad_before(m: Layers, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.b(m.a(x))
+    return plainly(m, x)
+
+
+def checkpointed(m: Layers, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: plainly(m, x), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def again(m: Layers, x: Tensor) -> Tensor:
+    return checkpoint(lambda h: plainly(m, h), m.c(x), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def swapped(m: Layers) -> None:
+    m.a.weight, m.b.weight = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D, D))
+
+
+BETWEEN: dict[str, Callable[[Layers], Any]] = {
+    "bias frozen": lambda m: m.a.bias.requires_grad_(False),
+    "bias thawed": lambda m: m.a.bias.requires_grad_(True),
+    "weights moved": lambda m: m.b.weight.data.mul_(2),
+    "another constant": lambda m: setattr(m.norm, "eps", 0.5),
+    "parameters swapped": swapped,
+}
 
 
 def test_what_changes_between_steps_is_seen() -> None:
-    model, x = Block(), torch.randn(B, D)
-    engine = engine_of(model)
+    engine = PerSampleGradients(Layers(plainly))
+    for change in BETWEEN.values():
+        change(engine.model)
+        for _ in range(3):
+            assert_step(engine, data(), losses)
 
-    def frozen(value: bool) -> None:
-        model.first.bias.requires_grad_(not value)
 
-    for change in (
-        lambda: None, lambda: frozen(True), lambda: frozen(False), lambda: setattr(model, "way", "alike"),
-        lambda: setattr(model, "way", "other module"), lambda: setattr(model, "way", "plain"),
-        lambda: model.second.weight.data.mul_(2), lambda: setattr(model.norm, "eps", 0.5),
-    ):  # fmt: skip
-        change()
+def test_another_way_through_the_same_shapes() -> None:
+    engine = PerSampleGradients(Layers(plainly))
+    one, other = convolutions(1), convolutions(2)
+    for way in (plainly, time_first, by_rows, attention, alike, other_module, one, one, other, other, one,
+                without_grad_before, checkpointed, again, time_first, plainly, by_rows):  # fmt: skip
+        engine.model.way = way
         for _ in range(2):
-            step(model, x)
-            params = [p for p in model.parameters() if p.requires_grad]
-            found = [engine.materialize()[n] for n, p in model.named_parameters() if p.requires_grad]
-            for b, one in enumerate(x):
-                with torch.no_grad(), torch.enable_grad():
-                    engine_free = torch.autograd.grad(plain(model, one[None]).square().sum(), params, allow_unused=True)
-                for rows, grad in zip(found, engine_free, strict=True):
-                    torch.testing.assert_close(rows[b], torch.zeros_like(rows[b]) if grad is None else grad)
+            assert_step(engine, data(), losses)
 
 
-def plain(model: Block, x: Tensor) -> Tensor:
-    """The forward of a model without its hooks."""
-    first, second = (lambda h, m=m: F.linear(h, m.weight, m.bias) for m in (model.first, model.second))
-    h = F.relu(F.layer_norm(first(x), (D,), model.norm.weight, model.norm.bias, model.norm.eps))
-    h = h * 2 if model.way == "alike" else h
-    return first(h) if model.way == "other module" else second(h)
+def test_other_sizes_losses_and_frozen_layers_are_recorded_anew() -> None:
+    model = Layers(lambda m, x: torch.cat([m.c(h := m.norm(m.a(x))), m.b(h)], -1)).double()
 
+    def half(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[..., :D].square().flatten(1).mean(1)
 
-def test_a_swapped_parameter_is_another_one() -> None:
-    model, x = Block(), torch.randn(B, D)
-    engine = engine_of(model)
-    for _ in range(3):
-        check(engine, model, x)
-        for module in (model.first, model.second):
-            module.weight = nn.Parameter(torch.randn(D, D))
+    engine = PerSampleGradients(model)
+    kinds = ((4, losses, 0), (4, losses, 0), (4, half, 0), (2, losses, 0), (4, losses, 1), (4, losses, 1), (1, half, 0))
+    for size, loss, frozen in (*kinds, (4, losses, 0), (6, losses, 0), (2, losses, 0)):
+        model.b.weight.requires_grad_(not frozen)
+        assert_step(engine, data(size).double(), loss, rtol=1e-6)
 
 
 def test_autocast_is_part_of_a_known_call() -> None:
-    model, x = Block(), torch.randn(B, D)
-    engine = engine_of(model)
-    kinds = set()
-    for cast in (False, True, False, True):
+    engine = PerSampleGradients(Layers(two_paths))
+    x, found = data(), {}
+    for cast in (False, True, False, True, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            out = model(x)
-        kinds.add((cast, out.dtype))
-        out.float().square().sum().backward()
-        assert engine.norms().isfinite().all()
-    assert kinds == {(False, torch.float32), (True, torch.bfloat16)}
+            out = engine.model(x)
+        assert out.dtype == (torch.bfloat16 if cast else torch.float32)
+        out.float().square().flatten(1).mean(1).mean().backward()
+        rows = engine.materialize()
+        for name, first in found.setdefault(cast, rows).items():
+            torch.testing.assert_close(rows[name], first, rtol=1e-6, atol=1e-7)
 
 
-def test_checkpointing_after_known_steps() -> None:
-    from torch.utils.checkpoint import checkpoint
+def test_rules_that_change_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastdp.grad_sample.rules import USE_RULES
 
-    model, x = Block(), torch.randn(B, D, requires_grad=True)
-    engine = engine_of(model)
-    for reentrant in (None, False, True, None):
-        out = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
-        out.square().sum().backward()
-        norms = engine.norms()
-        with torch.random.fork_rng():
-            other = Block()
-        other.load_state_dict(model.state_dict())
-        torch.testing.assert_close(norms, truth(other, x.detach()), rtol=1e-5, atol=1e-6)
+    engine, rule, asked = PerSampleGradients(Layers(plainly)), USE_RULES[F.linear], []
+    for _ in range(3):
+        assert_step(engine, data(), losses)
+    monkeypatch.setitem(USE_RULES, F.linear, lambda *given: asked.append(1) or rule(*given))
+    losses(engine.model, data()).mean().backward()
+    assert asked == [1, 1]
 
 
-def test_batches_of_other_sizes() -> None:
-    model = Block()
-    engine = engine_of(model)
-    for size in (4, 2, 4, 1, 6, 4, 2):
-        check(engine, model, torch.randn(size, D))
+# --------------------------------------------------------------------------- what couples samples later on
+
+
+def mean_taken(m: Layers, h: Tensor) -> Tensor:
+    return h - h.mean(0, keepdim=True) if m.mixed else h
+
+
+def by_place(m: Layers, h: Tensor) -> Tensor:
+    return h * torch.linspace(0, 1, B).view(B, 1, 1) if m.mixed else h
+
+
+def of_numpy(m: Layers, h: Tensor) -> Tensor:
+    numbers = h.detach().numpy()
+    if m.mixed:
+        numbers -= numbers.mean(0)
+    return h
+
+
+def of_list(m: Layers, h: Tensor) -> Tensor:
+    numbers = torch.tensor(h.tolist())
+    return h - numbers.mean(0) if m.mixed else h
+
+
+def of_backward(m: Layers, h: Tensor) -> Tensor:
+    leaf = torch.zeros(D, requires_grad=True)
+    (h.detach() * leaf).backward(gradient=h.detach())
+    return h + leaf.grad if m.mixed else h  # type: ignore[operator]
+
+
+def of_a_matrix(m: Layers, h: Tensor) -> Tensor:
+    """A graph's adjacency over the nodes of all samples: only its values tell whose rows meet."""
+    matrix = torch.rand(B * T, B * T) if m.mixed else torch.block_diag(*[torch.rand(T, T) for _ in range(B)])
+    return (matrix @ h.reshape(B * T, D)).view(h.shape)
+
+
+LATER: dict[str, Way] = {
+    "mean": mean_taken, "by place": by_place, "numpy": of_numpy, "tolist": of_list, "backward": of_backward,
+    "matrix": of_a_matrix,
+    # the same call but for one argument, with results of the same shape
+    "dimension": lambda m, h: h.softmax(0 if m.mixed else 1),
+    "dimension by keyword": lambda m, h: torch.softmax(input=h, dim=0 if m.mixed else 1),
+    "dimensions": lambda m, h: h + h.roll((1,), (0,) if m.mixed else (1,)),
+    "flag": lambda m, h: (h > 0).any(0 if m.mixed else 1, keepdim=True) * h,
+    "in an index": lambda m, h: h * 2 + (h[-1:] if m.mixed else h[:, -1:]),
+    "the other tensor": lambda m, h: F.scaled_dot_product_attention(h, h, h.transpose(0, 1) if m.mixed else h),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_couples_samples_is_refused_after_good_steps(name: str) -> None:
+    model = Layers(lambda m, x: m.b(LATER[name](m, m.a(x))))
+    engine = PerSampleGradients(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            losses(model, data()).mean().backward()
+            assert engine.norms().isfinite().all()
+        for _ in range(2):
+            model.mixed = True
+            with pytest.raises(FastDPError, match="sample"):
+                losses(model, data()).mean().backward()
+            model.mixed = False
+            losses(model, data()).mean().backward()
+
+
+PICKING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "take": lambda h, ids: torch.take(h, ids),
+    "embedding": lambda h, ids: F.embedding(ids[:, 0] // D, h),
+    "gather": lambda h, ids: h.gather(0, ids // D),
+    "index_select": lambda h, ids: h.index_select(0, ids[:, 0] // D),
+}
+
+
+@pytest.mark.parametrize("name", PICKING)
+def test_ids_that_pick_other_samples_rows_are_refused_also_after_harmless_ones(name: str) -> None:
+    model = cases.Net(lambda m, x, ids: m.b(PICKING[name](m.a(x).tanh(), ids)), a=nn.Linear(D, D), b=nn.Linear(D, 2))
+    engine, own = PerSampleGradients(model), torch.arange(B * D).view(B, D)
+    for _ in range(2):
+        model(torch.randn(B, D), own).sum(1).mean().backward()
+        assert engine.norms().shape == (B,)
+    with pytest.raises(FastDPError, match="sample"):
+        model(torch.randn(B, D), own.roll(1, 0)).sum(1).mean().backward()
+
+
+def test_an_order_of_rows_is_looked_at_in_every_step() -> None:
+    order = torch.arange(B)
+    model = Layers(lambda m, x: m.b(m.a(x).tanh()[order]))
+    engine = PerSampleGradients(model)
+    scale = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(B, 1, 1)
+    plain = Layers(lambda m, x: m.b(m.a(x).tanh()))
+    for order in (torch.arange(B), torch.tensor([3, 1, 0, 2]), torch.tensor([2, 3, 1, 0])):
+        x = data()
+        (model(x).square().flatten(1).mean(1) * scale.flatten()[order]).mean().backward()
+        exact = norms_of(truth(plain, x, losses)) * scale.flatten()
+        torch.testing.assert_close(engine.norms().double(), exact, rtol=1e-5, atol=0)
+
+
+def tables(m: Layers, x: Tensor) -> Tensor:
+    """What is made of a buffer is noted, also where the same was made of another tensor of its shape before."""
+    other, table = m.plain[0] * 2, m.table * 2
+    return m.b(m.a(x) * table[1 : 1 + len(x), None, None]) + 0 * other[0]
+
+
+def size_of_a_tensor(m: Layers, x: Tensor) -> Tensor:
+    return m.b(m.a(x) * torch.tensor(0.5) * torch.tensor(1 / len(x)))
+
+
+def size_as_a_factor(m: Layers, x: Tensor) -> Tensor:
+    return m.b(torch.add(m.a(x), m.norm.bias, alpha=len(x)))
+
+
+@pytest.mark.parametrize(("way", "least"), [(tables, 6), (size_of_a_tensor, 3), (size_as_a_factor, 3)])
+def test_numbers_of_places_and_sizes_are_refused(way: Way, least: int) -> None:
+    """In six steps of four sizes: a number that follows the size is warned of before that is certain."""
+    model, refused = Layers(way), 0
+    PerSampleGradients(model)
+    for size in (4, 4, 4, 4, 4, 4) if way is tables else (4, 6, 4, 6, 5, 7):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                losses(model, data(size)).mean().backward()
+            except SampleMixingError:
+                refused += 1
+    assert refused >= least
+
+
+# --------------------------------------------------------------------------- errors
+
+
+def test_a_list_that_holds_itself_is_an_error_of_python() -> None:
+    def way(m: Layers, x: Tensor) -> Tensor:
+        pads: list[Any] = [0, 0]
+        pads.append(pads)
+        h = m.a(x)
+        with pytest.raises((RecursionError, TypeError)):
+            F.pad(h, pads)
+        return m.b(h)
+
+    engine = PerSampleGradients(Layers(way))
+    for _ in range(2):
+        assert_step(engine, data(), losses)
+
+
+def test_a_hook_takes_no_node_of_the_graph() -> None:
+    def way(m: Layers, x: Tensor) -> Tensor:
+        h = m.a(x)
+        out = m.b(h)
+        out.register_hook(lambda g: h.grad_fn.register_prehook(lambda gs: (gs[0] * 0.5,)) and None)
+        return out
+
+    model = Layers(way)
+    PerSampleGradients(model)
+    with pytest.raises(StepError, match="takes a node of the graph"):
+        losses(model, data()).mean().backward()
+
+
+def test_a_backward_within_a_hook_is_refused() -> None:
+    model = Layers(plainly)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=B)
+    kept: list[Tensor] = []
+    model.a.register_forward_hook(lambda module, given, out: kept.append(out))
+    out = model(data())
+    done: list[bool] = []
+
+    def hook(grad: Tensor) -> None:
+        if not done:
+            done.append(True)
+            with torch.enable_grad():
+                (out.mean(0) ** 2).sum().backward(retain_graph=True)
+
+    kept[0].register_hook(hook)
+    with pytest.raises(FastDPError):
+        out.square().mean().backward(retain_graph=True)
+    with pytest.raises(StepError):
+        optimizer.step()
+
+
+def test_gradients_of_chosen_tensors_record_nothing() -> None:
+    engine = PerSampleGradients(model := Layers(norms).double())
+    for _ in range(3):
+        x = data().double().requires_grad_()
+        exact = norms_of(truth(model, x, losses))
+        loss = losses(model, x).mean()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        torch.testing.assert_close(engine.norms().double(), exact, rtol=1e-6, atol=0)
+    losses(model, x).mean().backward(inputs=[x])
+    with pytest.raises(StepError, match="no backward yet"):
+        engine.norms()
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+def test_writes_between_forward_and_backward_are_errors(what: str) -> None:
+    kept: list[Tensor] = []
+    model = Layers(lambda m, x: m.b(kept[-1]) if kept.append(m.a(x)) is None else x)  # type: ignore[func-returns-value]
+    PerSampleGradients(model)
+    for number in range(4):
+        loss = losses(model, data()).mean()
+        if number == 3:
+            (kept[-1] if what == "input" else model.b.weight).detach().mul_(2)
+            with pytest.raises(RuntimeError, match="inplace|written to"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_tangents_do_not_run_past_parameters() -> None:
+    """Forward-mode derivatives through native nodes would miss the parameters' part."""
+    model, x = Layers(relu_in_place), data()
+    PerSampleGradients(model)
+    for _ in range(3):
+        losses(model, x).mean().backward()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError):
+        model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+# --------------------------------------------------------------------------- what is kept
 
 
 def test_a_known_call_keeps_nothing_of_a_step() -> None:
-    import gc
-    import weakref
-
-    model = Block()
-    engine = engine_of(model)
+    engine = PerSampleGradients(model := Layers(plainly))
     for _ in range(3):
-        x = torch.randn(B, D)
-        step(model, x)
+        losses(model, x := data()).mean().backward()
         engine.norms()
     gone = weakref.ref(x)
     del x
-    step(model, torch.randn(B, D))
+    losses(model, data()).mean().backward()
     engine.norms()
     gc.collect()
     assert gone() is None
 
 
-def test_counts_of_objects_stay(seen: Seen) -> None:
+def test_counts_of_objects_stay() -> None:
     """No reference is lost or kept too often in what counts them by hand."""
-    import gc
-    import sys
+    engine, watched = PerSampleGradients(model := Layers(plainly)), [F.linear, torch.relu, torch.float32, nn.Parameter]
+    x = data()
 
-    from fastdp.batch_axis import generations, tensor_notes
+    def steps(times: int) -> list[int]:
+        for _ in range(times):
+            losses(model, x).mean().backward()
+            engine.norms()
+        gc.collect()  # passes refer to each other
+        return [sys.getrefcount(each) for each in watched]
 
-    model, x = Block(), torch.randn(B, D)
-    engine = engine_of(model)
-    watched = [
-        None,
-        True,
-        False,
-        MISSED,
-        tensor_notes.LAYOUT,
-        tensor_notes.MADE,
-        F.linear,
-        torch.relu,
-        D,
-        torch.float32,
-        nn.Parameter,
-    ]
-    for _ in range(3):
-        check(engine, model, x)
-    before = [sys.getrefcount(each) for each in watched]
-    for _ in range(50):
-        step(model, x)
-        engine.norms()
-    gc.collect()  # passes refer to each other
-    grown = [sys.getrefcount(each) - old for each, old in zip(watched, before, strict=True)]
-    assert max(map(abs, grown[3:])) < 40, grown  # of some 250 calls
-    assert generations.now() is not None
+    before = steps(3)
+    grown = [count - old for count, old in zip(steps(50), before, strict=True)]
+    assert max(map(abs, grown)) < 40, grown  # of some 250 calls
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "SIZE", 3)
+    kept = cache.Answers()
+    for number in range(8):
+        kept[number] = -number
+        assert len(kept) <= 3 and kept[number] == -number
+
+
+def test_the_collector_waits_in_a_forward_and_only_there() -> None:
+    before, seen = gc.get_threshold(), []
+
+    def way(m: Layers, x: Tensor) -> Tensor:
+        seen.append(gc.get_threshold()[0])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return m.a(x)
+
+    model = Layers(way)
+    PerSampleGradients(model)
+    for number in range(3):
+        if number == 1:
+            with pytest.raises(KeyboardInterrupt):
+                model(data())
+        else:
+            losses(model, data()).mean().backward()
+        assert gc.get_threshold() == before or number == 1  # what was interrupted ends when the next forward begins
+    assert seen == [MANY] * 3

@@ -287,13 +287,12 @@ def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
         losses.mean().backward()
         optimizer.step()
         assert not torch.overrides._get_current_function_mode_stack()
-    optimizer.detach()
 
 
 def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
     """Copies of weights are no labels, and labels made by hand are no numbers by place, later on."""
     waiting = nn.Linear(3, 2)
-    optimizer = fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
+    fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
     out = waiting(torch.randn(4, 3))  # no backward
     tensor_notes.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -305,20 +304,18 @@ def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
     y[2] = 0.0
     assert loss_tracking.current() is not None and out.requires_grad
     assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
-    optimizer.detach()
 
 
 def test_numbers_by_place_from_before_the_forward_are_seen_of_a_loaders_batches() -> None:
     model = nn.Linear(3, 2)
     data = torch.utils.data.TensorDataset(torch.randn(64, 3))
     loader = fastdp.poisson_loader(data, sample_rate=0.2)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
     (x,) = next(iter(loader))
     weights = torch.linspace(-3, 3, len(x))
     losses = model(x).square().sum(1)
     with pytest.raises(SampleMixingError, match="place"):
         (losses * weights).mean().backward()
-    optimizer.detach()
 
 
 def test_other_modes_may_begin_within_and_end_after() -> None:
@@ -334,7 +331,6 @@ def test_other_modes_may_begin_within_and_end_after() -> None:
         with torch.device("cpu"):
             out = model(torch.randn(6, D))
         out.mean(0).square().sum().backward()
-    engine.detach()
 
 
 def test_two_engines_in_one_loss() -> None:
@@ -347,8 +343,6 @@ def test_two_engines_in_one_loss() -> None:
         assert second.norms().shape == (6,)
         F.softplus(-two(fake)).mean().backward()
         assert first.norms().shape == (6,)
-    first.detach()
-    second.detach()
 
 
 def test_beside_a_default_device() -> None:

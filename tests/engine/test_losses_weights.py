@@ -261,7 +261,7 @@ def test_outputs_and_labels_in_one_order_are_no_doubt(loss) -> None:
 
 def test_a_buffer_that_is_written_to_is_no_label_in_the_next_step() -> None:
     model, buffer = nn.Linear(D, C), torch.ones(6, C)
-    engine = fastdp.PerSampleGradients(model)
+    fastdp.PerSampleGradients(model)
 
     def forward() -> None:
         out = model(torch.randn(6, D))
@@ -272,7 +272,6 @@ def test_a_buffer_that_is_written_to_is_no_label_in_the_next_step() -> None:
     forward()
     with pytest.raises(SampleMixingError, match="earlier batch"):
         forward()
-    engine.detach()
 
 
 # --------------------------------------------------------------------------- constants that equal the batch's size

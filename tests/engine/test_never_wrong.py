@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.errors import FastDPError, SampleMixingError
+from fastdp import ops
+from fastdp.errors import FastDPError, SampleMixingError, StepError
 
 from ..cases import Net, P, square
-from ..truth import compare
+from ..truth import assert_refused, compare
 
-B = 3
+B, D = 3, 6
 
 
 def written(write):
@@ -78,12 +79,58 @@ def test_mixing_is_refused(name, after):
         return  # an output may lie in any way
     torch.manual_seed(0)
     function = MIXING[name]
-    a, b = nn.Linear(B, B), nn.Linear(B, B)
-    model = Net((lambda m, x: m.b(function(m.a(x))) if after == "layer" else function(m.b(m.a(x)))), a=a, b=b)
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(SampleMixingError):
-        square(model, torch.randn(B, B)).mean().backward()
-    engine.detach()
+    forward = lambda m, x: m.b(function(m.a(x))) if after == "layer" else function(m.b(m.a(x)))
+    model = Net(forward, a=nn.Linear(B, B), b=nn.Linear(B, B))
+    assert_refused(model, torch.randn(B, B), square, kind=SampleMixingError)
+
+
+# by an argument beside the first, which a rule must look at too; [B, T, D]
+BESIDE = {
+    "layer_norm": lambda h: F.layer_norm(h, (D,), h.mean((0, 1))),
+    "rms_norm": lambda h: F.rms_norm(h, (D,), h.mean((0, 1))),
+    "group_norm": lambda h: F.group_norm(h.mT, 2, h.mean((0, 1))).mT,
+    "batch_norm": lambda h: F.batch_norm(h.mT, h.detach().mean((0, 1)), h.detach().var((0, 1)), training=False).mT,
+    "mask of the mean": lambda h: F.scaled_dot_product_attention(h, h, h, attn_mask=(h @ h.mT).mean(0)),
+    "mask of another": lambda h: F.scaled_dot_product_attention(h, h, h, attn_mask=(h @ h.mT).flip(0)),
+    "gather": lambda h: h.gather(2, h.argsort(2).flip(0)),
+    "take_along_dim": lambda h: torch.take_along_dim(h, h.argsort(2).flip(0), 2),
+    "after no_grad saw it": lambda h: seen_without_grad(h) + covariance(h),
+    "in a checkpoint": lambda h: checkpoint(covariance, h, use_reentrant=True),
+}
+OWN = {
+    "mask": lambda h: F.scaled_dot_product_attention(h, h, h, attn_mask=h @ h.mT),
+    "indices": lambda h: h.gather(2, h.argsort(2)),
+}
+
+
+def covariance(h):
+    return h + torch.cov(h.flatten(1).T)[:1, :1]
+
+
+@torch.no_grad()
+def seen_without_grad(h):
+    covariance(h)
+    return 0
+
+
+def between(mix):
+    torch.manual_seed(0)
+    return Net(lambda m, x: m.b(mix(torch.tanh(m.a(x)))), a=nn.Linear(D, D), b=nn.Linear(D, D))
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_mixing_by_another_argument_is_refused(name):
+    assert_refused(between(BESIDE[name]), torch.randn(4, 5, D), square)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_samples_own_mask_and_indices_are_exact(name):
+    assert compare(between(OWN[name]), torch.randn(4, 5, D), square).worst < 1e-5
+
+
+def test_a_norms_weight_made_of_data_keeps_its_gradient():
+    model = Net(lambda m, x: F.layer_norm(x, (D,), m.f(x)[0], m.p), f=nn.Linear(D, D), p=P(D))
+    assert compare(model, torch.randn(1, D), square).worst < 1e-5
 
 
 FROZEN = {
@@ -104,12 +151,8 @@ def test_samples_in_the_place_of_the_sequence(name, trained):
         y = m.f(h, h, h) if name == "attention" else m.f(h)
         return m.b(y if isinstance(y, torch.Tensor) else y[0])
 
-    frozen = FROZEN[name]().requires_grad_(trained)
-    model = Net(forward, a=nn.Linear(B, B), f=frozen, b=nn.Linear(B, B))
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(SampleMixingError):
-        square(model, torch.randn(B, B, B)).mean().backward()
-    engine.detach()
+    model = Net(forward, a=nn.Linear(B, B), f=FROZEN[name]().requires_grad_(trained), b=nn.Linear(B, B))
+    assert_refused(model, torch.randn(B, B, B), square, kind=SampleMixingError)
 
 
 def _diagonal(m, x):
@@ -152,46 +195,29 @@ EITHER = {
 }
 
 
+REFUSED = "diagonal row_in_place bias_into_view list_index_product list_index_row checkpoint_raw".split()
+
+
 @pytest.mark.parametrize("name", EITHER)
 def test_refused_or_exact(name):
+    """Ordinary things must not be refused."""
     torch.manual_seed(1)
     # only what the forward uses is trained
     parts = {"w": P(B, B), "b": P(B), "e": nn.Embedding(B, B), "c": P(B // 2 + 1, 2)}
-    model = Net(EITHER[name], **parts)
     try:
-        found = compare(model, (torch.randn(B, B),), square)
+        found = compare(Net(EITHER[name], **parts), (torch.randn(B, B),), square)
     except FastDPError:
+        assert name in REFUSED
         return
     assert found.worst < 1e-5, found
 
 
-MUST_WORK = (
-    "list_index expand_as type_as comparison mask_and_slice list_of_rows take_along_dim int32_ids index_add_columns "
-    "unsqueeze_in_place prelu complex"
-).split()
-
-
-@pytest.mark.parametrize("name", MUST_WORK)
-def test_ordinary_things_are_not_refused(name):
-    torch.manual_seed(1)
-    model = Net(EITHER[name], w=P(B, B), b=P(B), e=nn.Embedding(B, B), c=P(B // 2 + 1, 2))
-    assert compare(model, (torch.randn(B, B),), square).worst < 1e-5
-
-
-def test_positions_passed_as_an_argument_of_the_batchs_size():
+def test_arguments_that_hide_the_batch_are_refused():
+    """Positions of the batch's size, and a first argument of one row."""
     model = Net(lambda m, i, p: m.o(m.a(i) + m.p(p)), a=nn.Embedding(5, 4), p=nn.Embedding(B, 4), o=nn.Linear(4, 2))
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError):
-        model(torch.randint(0, 5, (B, B)), torch.arange(B)).square().sum((1, 2)).mean().backward()
-    engine.detach()
-
-
-def test_a_first_argument_without_the_batch():
+    assert_refused(model, (torch.randint(0, 5, (B, B)), torch.arange(B)), square)
     model = Net(lambda m, p, x: m.a(x) + p, a=nn.Linear(4, 4))
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError, match="batch_size="):
-        model(torch.zeros(1, 4), torch.randn(B, 4))
-    engine.detach()
+    assert_refused(model, (torch.zeros(1, 4), torch.randn(B, 4)), square, "batch_size=")
 
 
 def test_operations_between_modules_called_on_their_own():
@@ -204,11 +230,8 @@ def test_operations_between_modules_called_on_their_own():
             return m["b"](between(m["a"](x).transpose(0, 1))).square().sum((0, 2))
 
         assert compare(model, torch.randn(B, B, B), losses).worst < 1e-5
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError):
-        h = model["a"](torch.randn(B, B, B)).transpose(0, 1)
-        model["b"](h - h.mean(1, keepdim=True)).square().sum((0, 2)).mean().backward()
-    engine.detach()
+    centred = lambda m, x: losses(m, x, lambda h: h - h.mean(1, keepdim=True))
+    assert_refused(model, torch.randn(B, B, B), centred)
 
 
 def test_reentrant_checkpoint_of_the_root():
@@ -251,27 +274,15 @@ def test_ctrl_c_in_the_forward():
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-def test_only_one_group_is_not_finite():
-    """Layerwise: infinity in one layer's gradient drops the sample from all of them."""
-    from fastdp.optim.clipping import Clipping
-
-    clipping = Clipping({"0.weight": torch.zeros(1), "1.weight": torch.zeros(1)}, "local", 1.0, "layerwise")
-    squares = [torch.tensor([1.0, float("inf"), 4.0]), torch.tensor([1.0, 1.0, float("nan")])]
-    for factors in clipping.factors(squares):
-        assert factors[0] > 0 and factors[1] == 0 and factors[2] == 0
-
-
 def test_cancelling_summands_do_not_spoil_the_gram_route():
     """Large parts that cancel: the gram sum loses digits, and the sample is computed again directly."""
-    from fastdp.ops import linear_norm_sq
-
     torch.manual_seed(0)
     a = torch.randn(32, 64, 40) * 0.01 + 1000
     g = torch.randn(32, 64, 40)
     g -= g.mean(1, keepdim=True)
     exact = torch.einsum("bto,bti->boi", g.double(), a.double()).square().sum((1, 2))
     for method in ("gram", "direct"):
-        found = linear_norm_sq(a, g, method).double()
+        found = ops.linear_norm_sq(a, g, method).double()
         assert torch.allclose(found, exact, rtol=1e-2), method
 
 
@@ -295,59 +306,75 @@ def leaking(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_mixing_is_found_beside_infinite_scores(masked):
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(4, 4)
+    def forward(m, x):
+        y = m.a(x).masked_fill((torch.arange(4) == 3) & masked, float("-inf"))
+        return leaking(y).softmax(-1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.a(x)
-            if masked:
-                y = y.masked_fill(torch.arange(4) == 3, float("-inf"))
-            return leaking(y).softmax(-1)
-
-    torch.manual_seed(0)
-    engine = fastdp.PerSampleGradients(Masked())
-    with pytest.raises(SampleMixingError, match="leaking"):
-        engine.model(torch.randn(5, 4)).square().sum(1).mean().backward()
+    assert_refused(Net(forward, a=nn.Linear(4, 4)), torch.randn(5, 4), square, "leaking", SampleMixingError)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_windows_over_samples_of_several_rows(parts):
     """as_strided on [B * parts, T, d], as sliding windows of attention heads take them, before a trained layer."""
 
-    class Windows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6 // parts, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            n, t, d = x.shape
-            y = self.a(x).view(n, t, parts, d // parts).transpose(1, 2).reshape(n * parts, t, d // parts)
-            size, stride = y.shape, y.stride()
-            windows = y.as_strided((size[0], t - 2, 3, size[2]), (stride[0], stride[1], stride[1], stride[2]))
-            return self.b(windows).tanh().view(n, -1)
+    def forward(m, x):
+        n, t, d = x.shape
+        y = m.a(x).view(n, t, parts, d // parts).transpose(1, 2).reshape(n * parts, t, d // parts)
+        size, stride = y.shape, y.stride()
+        windows = y.as_strided((size[0], t - 2, 3, size[2]), (stride[0], stride[1], stride[1], stride[2]))
+        return m.b(windows).tanh().view(n, -1)
 
     torch.manual_seed(0)
-    assert compare(Windows(), torch.randn(4, 5, 6), lambda m, x: m(x).square().sum(1)).worst < 1e-5
+    model = Net(forward, a=nn.Linear(6, 6), b=nn.Linear(6 // parts, 3))
+    assert compare(model, torch.randn(4, 5, 6), square).worst < 1e-5
 
 
 def test_a_tied_head_kept_as_a_matrix_product():
     """Embedding and head of one table, by the cross term of the two uses: no per-sample gradient is formed."""
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(300, 48)
-            self.mix = nn.Linear(48, 48)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return F.linear(self.mix(self.table(ids)).tanh(), self.table.weight)
-
+    forward = lambda m, ids: F.linear(m.mix(m.table(ids)).tanh(), m.table.weight)
     torch.manual_seed(0)
-    model, ids = Tied(), torch.randint(0, 6, (4, 3))
-    assert compare(model, ids, lambda m, x: m(x).square().sum((1, 2))).worst < 1e-5
+    model, ids = Net(forward, table=nn.Embedding(300, 48), mix=nn.Linear(48, 48)), torch.randint(0, 6, (4, 3))
+    assert compare(model, ids, square).worst < 1e-5
     engine = fastdp.PerSampleGradients(model)
     model(ids).square().sum((1, 2)).mean().backward()
     engine.norms()
     assert "cross terms" in engine.explain().split("table.weight")[1].splitlines()[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_named_and_refused(layout: torch.layout) -> None:
+    ragged_rows = lambda h: [row[: i + 1] for i, row in enumerate(h)]
+    model = between(lambda h: torch.nested.as_nested_tensor(ragged_rows(h), layout=layout) * 2)
+    assert_refused(model, torch.randn(4, 5, D), square, r"\w+\(\).*nested tensor.*mark_rows", StepError)
+    ragged = torch.nested.nested_tensor(ragged_rows(torch.randn(4, 5, D)), layout=layout)
+    assert_refused(model, ragged, square, r"argument is a nested tensor.*mark_rows", StepError)
+
+
+@pytest.mark.parametrize("method", ["gram", "auto"])
+@pytest.mark.parametrize("reference", [False, True])
+def test_products_that_vanish_do_not_shrink_a_norm(method: str, reference: bool) -> None:
+    a, g = torch.zeros(1, 4, 512), torch.zeros(1, 4, 512)
+    a[0, 0], g[0, 0] = 1e-23, 1e18
+    a[0, 1], g[0, 1] = 1.0, 1e-6
+    truth = (g.double().mT @ a.double()).square().sum()
+    with ops.registry.forced("reference" if reference else "auto"):
+        found = ops.linear_norm_sq(a, g, method, dtype=torch.float64)
+        assert float(found[0]) == pytest.approx(float(truth), rel=1e-5)
+        x, grads = a.mT.contiguous(), g.mT.contiguous()
+        assert float(ops.conv_norm_sq(x, grads, 1, method="gram", dtype=torch.float64)[0]) == pytest.approx(
+            float(truth), rel=1e-5
+        )
+
+
+def test_arguments_that_do_not_fit_raise() -> None:
+    with pytest.raises(ValueError, match="c"):
+        ops.weighted_sum(torch.ones(1000, 4), torch.ones(3))
+    with pytest.raises(ValueError, match="c"):
+        torch.ops.fastdp.weighted_sum(torch.ones(1000, 4), torch.ones(3))
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        ops.linear_norm_sq(torch.randn(2, 3, 4), torch.empty(2, 3, 4, device="meta"))
+    with pytest.raises(ValueError, match="1 or more"):
+        ops.conv_norm_sq(torch.randn(2, 3, 8), torch.randn(2, 4, 9), 0)
+    assert ops.weighted_sum(torch.ones(0, 3), torch.ones(0)).tolist() == [0, 0, 0]

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import PairedForwardsWarning, SampleMixingError, StepError, UncapturedUseError
 
+from ..cases import Net
+
 B, T, D = 6, 5, 4
 Loss = Callable[[Any], Tensor]
 
@@ -126,31 +128,21 @@ def test_the_last_batch_of_pairs_may_be_one() -> None:
         total(model(X[:size].clone()) - model(Y[:size].clone())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.detach()
 
 
 def test_batches_of_a_loader_are_not_joined() -> None:
     data = torch.utils.data.TensorDataset(torch.ones(8, D))
-    optimizer = fastdp.DPSGD(model := Model(), lr=0.1, noise_multiplier=1.0)
+    fastdp.DPSGD(model := Model(), lr=0.1, noise_multiplier=1.0)
     loss = torch.zeros(())
     for (x,) in fastdp.poisson_loader(data, sample_rate=1.0, steps=2):
         loss = loss + total(model(x)) + total(model(x + 1))
     with pytest.raises(StepError, match="several batches of the loader"):
         loss.backward()
-    optimizer.detach()
-
-
-class Negatives(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(D, D)
-
-    def forward(self, x: Tensor, negatives: Tensor) -> Tensor:
-        return self.encoder(x) @ self.encoder(negatives).T
 
 
 def test_refusals_name_remedies_that_work() -> None:
-    model, loss = Negatives(), lambda out: out.logsumexp(1).mean()
+    model = Net(lambda m, x, negatives: m.encoder(x) @ m.encoder(negatives).T, encoder=nn.Linear(D, D))
+    loss = lambda out: out.logsumexp(1).mean()
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
     with pytest.raises(SampleMixingError, match=r"mark_rows\(tensor, None\)"):
         loss(model(X, Y)).backward()
@@ -165,4 +157,3 @@ def test_refusals_name_remedies_that_work() -> None:
     F.linear(X, plain.weight).square().mean().backward()
     with pytest.raises(StepError, match="went through a forward of the model"):
         optimizer.step()
-    optimizer.detach()

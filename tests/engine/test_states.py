@@ -53,7 +53,7 @@ def _batch_norm_alone() -> nn.Module:
 
 REFUSED = {
     "batch norm": _batch_norm,
-    "batch norm alone in training": lambda: _batch_norm_alone(),
+    "batch norm alone in training": _batch_norm_alone,
     "instance norm": lambda: _after(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)),
     "observer": lambda: _after(torch.ao.quantization.MinMaxObserver(), nn.Linear(4, 2)).eval(),
     "observer beneath autograd": lambda: _after(torch.ao.quantization.FusedMovingAvgObsFakeQuantize()).eval(),

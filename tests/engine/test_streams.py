@@ -14,6 +14,8 @@ from fastdp.engine.gradients import Gradients
 from fastdp.errors import StepError
 from fastdp.grad_sample import device_streams
 
+from .. import cases
+
 
 class Stream:
     """Notes what waits for it, and what is kept for it."""
@@ -96,21 +98,14 @@ def test_nothing_waits_where_there_is_one_stream(device: Device) -> None:
 def test_inputs_of_another_stream_are_kept_for_the_forwards(device: Device, stream: str) -> None:
     """A loader's copies, made on a stream of its own: their memory waits for the stream that reads them."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, batch: dict[str, Tensor], scale: Tensor) -> Tensor:
-            return self.net(batch["x"]) * scale
-
-    model, x, scale = Two(), torch.randn(6, 5), torch.ones(6, 1)
+    model = cases.Net(lambda m, batch, scale: m.net(batch["x"]) * scale, net=Net())
+    x, scale = torch.randn(6, 5), torch.ones(6, 1)
     fastdp.PerSampleGradients(model)
     device.now = stream
-    model({"x": x}, scale=scale)
+    model({"x": x}, scale)
     assert device.kept == [(stream, id(x)), (stream, id(scale))]
     with torch.no_grad():
-        model.eval()({"x": x}, scale=scale)
+        model.eval()({"x": x}, scale)
     assert len(device.kept) == 2, "nothing is read later"
 
 
@@ -145,15 +140,7 @@ def test_without_streams() -> None:
 def test_what_is_computed_later_is_watched_over_too() -> None:
     """A use of the generic rule holds its data in a function: writes into it are seen as into any other's."""
 
-    class Generic(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.hypot(x, self.weight)
-
-    model = Generic()
+    model = cases.Net(lambda m, x: torch.hypot(x, m.weight), weight=nn.Parameter(torch.ones(5)))
     engine = fastdp.PerSampleGradients(model)
     x = torch.randn(6, 5)
     model(x).square().sum(1).mean().backward()

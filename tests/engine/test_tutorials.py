@@ -15,6 +15,9 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import BatchLayoutError
 
+from ..cases import Net, square
+from ..truth import compare
+
 B = 4
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -129,16 +132,9 @@ def test_bags_by_offsets(options: dict[str, Any], lengths: list[int]) -> None:
 
 
 def test_weights_of_bags_that_are_a_parameter() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bags, self.weights = nn.EmbeddingBag(50, 8, mode="sum"), nn.Parameter(torch.rand(3))
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.bags(ids, per_sample_weights=self.weights.expand(ids.shape))
-
-    ids = torch.randint(0, 50, (B, 3))
-    _assert_exact(Model(), lambda m, x: m(x).square().sum(1).mean(), ids, lambda i: ids[i : i + 1])
+    forward = lambda m, ids: m.bags(ids, per_sample_weights=m.weights.expand(ids.shape))
+    model = Net(forward, bags=nn.EmbeddingBag(50, 8, mode="sum"), weights=nn.Parameter(torch.rand(3)))
+    assert compare(model, torch.randint(0, 50, (B, 3)), square).worst < 1e-5
 
 
 # --------------------------------------------------------------------------- layers
@@ -186,15 +182,7 @@ def test_a_kernel_for_each_sample(transposed: bool, groups: int) -> None:
 
 
 def test_a_model_that_cannot_take_an_empty_batch() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).view(len(x), -1, 2).sum(1)
-
-    model = Heads()
+    model = Net(lambda m, x: m.layer(x).view(len(x), -1, 2).sum(1), layer=nn.Linear(4, 4))
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
     data = torch.utils.data.TensorDataset(torch.randn(50, 4))
     steps = 0
@@ -208,4 +196,3 @@ def test_a_model_that_cannot_take_an_empty_batch() -> None:
         optimizer.zero_grad()
         steps += 1
     assert sum(run[2] for run in optimizer.history) == steps == 20
-    optimizer.detach()

@@ -1,0 +1,262 @@
+"""Whole steps as on a GPU, in Triton's interpreter: layers of equal shape go in one launch each for norms and sums, and
+their data goes with the last sum."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.engine import foreach
+from fastdp.grad_sample.linear import Many, Matmul
+from fastdp.ops import conv as conv_ops
+from fastdp.ops.geometry import Geometry
+
+from ..ops.by_triton import launches, serve_by_triton
+from ..routes import forced
+from ..truth import assert_step
+
+pytest.importorskip("triton")
+from fastdp.kernels import common, many
+
+B, LAYERS, D = 3, 4, 16
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_by_triton(monkeypatch)
+
+
+class Language(nn.Module):
+    """Blocks of a norm and two products, between a table and a head which are one."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(19, D), nn.Linear(D, 19, bias=False)
+        self.norms = nn.ModuleList(norm(D) for _ in range(LAYERS))
+        self.up = nn.ModuleList(nn.Linear(D, 2 * D) for _ in range(LAYERS))
+        self.down = nn.ModuleList(nn.Linear(2 * D, D) for _ in range(LAYERS))
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return self.head(x)
+
+
+class Images(nn.Module):
+    """1 x 1 convolutions between one of 3 x 3 and a depthwise one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, D, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(D, D, 1, bias=False) for _ in range(3))
+        self.deep, self.wide = nn.Conv2d(D, D, 3, padding=1, groups=D), nn.Conv2d(D, 2 * D, 3, stride=2, padding=1)
+        self.head = nn.Linear(2 * D, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.wide(torch.tanh(self.deep(x))).mean((2, 3)))
+
+
+def losses(model: nn.Module, batch: Tensor) -> Tensor:
+    if batch.is_floating_point():
+        return F.softplus(model(batch).float()).sum(1)
+    return F.cross_entropy(model(batch).float().mT, batch.roll(1, 1), reduction="none").mean(1)
+
+
+def tokens(t: int = 16, seed: int = 0) -> Tensor:
+    return torch.randint(0, 19, (B, t), generator=torch.Generator().manual_seed(seed))
+
+
+def images(side: int) -> Tensor:
+    return torch.randn(B, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+def last(value: Any) -> Any:
+    return value.to(memory_format=torch.channels_last)
+
+
+STEPS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "language": lambda: (Language(), tokens()), "language, longer": lambda: (Language(), tokens(37)),
+    "RMSNorm": lambda: (Language(nn.RMSNorm), tokens()), "untied": lambda: (Language(tied=False), tokens()),
+    "images": lambda: (Images(), images(4)), "images, odd": lambda: (Images(), images(5)),
+    "channels last": lambda: (last(Images()), last(images(4))),
+    "channels last, odd": lambda: (last(Images()), last(images(5))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("route", ["gram", "direct"])
+def test_norms_and_sums_of_float32(route: str, name: str) -> None:
+    model, batch = STEPS[name]()
+    with forced(route):
+        assert_step(fastdp.PerSampleGradients(model), batch, losses)
+
+
+@pytest.mark.parametrize("name", ["language", "untied", "images"])
+def test_norms_and_sums_of_bfloat16(name: str) -> None:
+    """Against the same step by the reference: the forward's rounding is in both."""
+    model, batch = STEPS[name]()
+    model, batch = model.bfloat16(), batch.bfloat16() if batch.is_floating_point() else batch
+    found = []
+    for backend in ("auto", "reference"):
+        engine = fastdp.PerSampleGradients(model)
+        losses(model, batch).mean().backward()
+        with fastdp.ops.registry.forced(backend):
+            found.append((engine.norms(), engine.clipped_sum(torch.tensor([0.3, 0.0, 1.7]))))
+        engine.detach()
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-5, atol=0)
+    for name, total in found[0][1].items():
+        torch.testing.assert_close(total, found[1][1][name], rtol=1e-4, atol=1e-6)
+
+
+def launched(model: nn.Module, batch: Tensor, route: str = "gram") -> tuple[dict[str, int], dict[str, int]]:
+    """Launches of kernels for the norms, and for the sums."""
+    engine = fastdp.PerSampleGradients(model)
+    with forced(route):
+        losses(model, batch).mean().backward()
+        with launches() as norms:
+            engine.norms()
+        with launches() as sums:
+            engine.clipped_sum(torch.ones(B))
+    return norms, sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_launch_for_all_layers_of_a_shape(dtype: torch.dtype) -> None:
+    """Norms: one for `up`, one for `down`, and what is left: the head, the table, and the bundle of small gradients."""
+    norms, sums = launched(Language(tied=False).to(dtype), tokens(48))
+    assert norms["gram_kernel"] == 3 and norms["square_kernel"] == 2, norms
+    assert sums["clipped_kernel"] == (3 if dtype == torch.bfloat16 else 0), "by cuBLAS where nothing is rounded"
+    assert sums["weighted_kernel"] == 1
+
+
+def test_convolutions_of_1_by_1_go_in_one_launch_and_others_by_their_kernels() -> None:
+    norms, sums = launched(Images().bfloat16(), images(6).bfloat16())
+    assert norms["gram_kernel"] == sums["clipped_kernel"] == 1, (norms, sums)
+    assert launched(Images().bfloat16(), images(6).bfloat16(), "direct")[1]["conv_kernel"] == 2
+
+
+def test_stored_gradients_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those too large for the bundle of small ones: `up` and `down`, the head, the table, the bundle."""
+    monkeypatch.setattr(foreach, "SMALL", 40)
+    monkeypatch.setattr(Matmul, "abreast_limit", 0)  # none is too small to be stored
+    norms, sums = launched(Language(tied=False), tokens(), "materialise")
+    assert norms["square_kernel"] == 5 and sums["weighted_kernel"] == 4, (norms, sums)
+    with forced("materialise"):
+        assert_step(fastdp.PerSampleGradients(Language(tied=False)), tokens(), losses)
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 30])
+def test_an_odd_vocabulary_is_filled_up_once(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the logits' gradient, with columns of zeros, takes its place for the norm and for the sum; under a
+    budget parts of it are copied for each."""
+    made = []
+    monkeypatch.setattr(common, "F", SimpleNamespace(pad=lambda x, by: made.append(x.shape) or F.pad(x, by)))
+    model, ids = Language(tied=False).to(torch.bfloat16), tokens()
+    engine = fastdp.PerSampleGradients(model, memory_budget=budget)
+    with forced("gram"):
+        z = model(ids).float().flatten(0, 1)  # whose gradient lies row by row
+        F.cross_entropy(z, ids.roll(1, 1).flatten(), reduction="none").view(B, -1).mean(1).mean().backward()
+        norms, sums = engine.norms(), engine.clipped_sum(torch.ones(B))
+    assert made == [(B, 16, 19)] * (1 if budget is None else 2)
+    rows = engine.materialize()["head.weight"]
+    assert sums["head.weight"].shape == (19, D) and sums["head.weight"].is_contiguous()
+    torch.testing.assert_close(sums["head.weight"].float(), rows.float().sum(0), rtol=1e-2, atol=1e-3)
+    assert bool(norms.isfinite().all())
+
+
+def test_data_goes_with_the_last_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch took is dropped before the next: only sums stand beside what is still to come."""
+    monkeypatch.setattr(many, "MOST", 2 * 4 * 2 * D * D)  # two layers a launch
+    model, ids = Language(tied=False).to(torch.bfloat16), tokens(48)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=B)
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    own, launch = Many.__init__, many.clipped._launch
+
+    def noted(self: Many, uses: list) -> None:
+        own(self, uses)
+        held.extend(weakref.ref(pair[1]) for pair in self._pairs)  # output gradients: nothing else holds them
+
+    def counted(*args: Any) -> None:
+        gc.collect()
+        alive.append(sum(tensor() is not None for tensor in held))
+        launch(*args)
+
+    monkeypatch.setattr(Many, "__init__", noted)
+    monkeypatch.setattr(many.clipped, "_launch", counted)
+    with forced("gram"):
+        losses(model, ids).mean().backward()
+        optimizer.step()
+    assert alive[:4] == [8, 6, 4, 2], alive
+
+
+def test_replayed_steps_go_together_too() -> None:
+    """What a replay gives is not joined either, whatever its size."""
+    models = [Language(tied=False) for _ in range(2)]
+    plain, other = (
+        fastdp.DPSGD(m, lr=0.5, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B) for m in models
+    )
+    with forced("gram"):
+        replayed = other.graphed(losses, (tokens(),))
+        for seed in range(2):
+            losses(models[0], tokens(seed=seed)).mean().backward()
+            plain.step()
+            plain.zero_grad()
+            with launches() as found:
+                replayed(tokens(seed=seed))
+            assert found["gram_kernel"] == 3 and replayed.replayed == seed + 1, dict(found)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+# --------------------------------------------------------------------------- which convolutions are products
+
+GEOMETRY = Geometry((D, D, 1, 1), (1, 1), (0, 0), (1, 1), 1, False, (0, 0))
+
+
+def sides(dtype: torch.dtype = torch.bfloat16, side: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(B, 1, D, side, side).to(dtype), torch.randn(B, 1, D, side, side).to(dtype)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_channels_are_laid_out_once_where_each_call_would_copy_them(kernel: int) -> None:
+    geometry = GEOMETRY._replace(weight=(D, D, kernel, kernel), padding=(kernel // 2, kernel // 2))
+    x, g = sides()
+    laid = conv_ops.laid_out(x, g, geometry)
+    assert all(torch.equal(a, b) and a.stride(2) == 1 for a, b in zip(laid, (x, g), strict=True))
+    again = conv_ops.laid_out(*laid, geometry)
+    assert all(a is b for a, b in zip(again, laid, strict=True)), "they lie so already"
+    same = conv_ops.laid_out(*sides(torch.float32), geometry)
+    assert all(a.is_contiguous() for a in same), "float32 is read as it lies"
+    whole = conv_ops.laid_out(*sides(side=4), geometry)  # 16 positions are whole vectors
+    assert whole[1].is_contiguous() and whole[0].is_contiguous() is (kernel == 1)
+
+
+def test_what_is_a_product() -> None:
+    x, g = sides()
+    found = conv_ops.product_of(x, g, GEOMETRY)
+    assert found is not None and found[0].data_ptr() == x.data_ptr() and found[1].shape == (B, 25, D)
+    assert conv_ops.product_of(x[..., :4], g[..., :4], GEOMETRY) is None, "rows with gaps are no one stride apart"
+    for change in ({"groups": 2}, {"stride": (2, 1)}, {"padding": (0, 1)}, {"weight": (D, D, 3, 1)},
+                   {"transposed": True}):  # fmt: skip
+        assert conv_ops.product_of(x, g, GEOMETRY._replace(**change)) is None
+    assert conv_ops.product_of(x, g.float(), GEOMETRY) is None and conv_ops.product_of(x[:0], g[:0], GEOMETRY) is None
+    assert conv_ops.product_of(torch.cat([x, x], 1), torch.cat([g, g], 1), GEOMETRY) is None
