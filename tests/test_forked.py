@@ -13,7 +13,7 @@ import pytest
 
 from . import forked
 
-pytestmark = pytest.mark.skipif(not forked.is_used(), reason="processes begin by themselves here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not forked.is_used(), reason="processes begin by themselves here")]
 
 
 @pytest.fixture(scope="module", autouse=True)

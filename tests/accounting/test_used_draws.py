@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp.accounting import epsilon_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 DELTA, SIGMA, RATE, STEPS = 1e-5, 0.8, 0.1, 4
 
 

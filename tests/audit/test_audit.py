@@ -17,6 +17,8 @@ from . import audit_right as right
 from .audit_hand import Hand, make_batch
 from .audit_zoo import PLANTED
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 NEED = {"bare": {"sensitivity", "batch_statistics", "noise_once", "poisson_sampling", "accountant"},
         "a loop with a momentum of its own": {"noise_once", "poisson_sampling", "accountant"},
         "examples/audit/by_hand.py": {"noise_once"}}  # fmt: skip

@@ -20,6 +20,8 @@ from fastdp.audit.runner import PAPER
 from . import audit_right
 from .audit_zoo import PLANTED
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 ROOT = Path(__file__).parent.parent.parent
 BY_HAND = str(ROOT / "examples/audit/by_hand.py")
 SHORT = ["--tests", "no_clipping,minibatch_clipping"]

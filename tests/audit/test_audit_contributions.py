@@ -19,6 +19,8 @@ from fastdp.audit.step_contributions import APART, AT_THE_END, moving, off_at_th
 from . import audit_right as right
 from .audit_hand import FEATURES, Hand, Job
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 STEADY = ("by hand", "by hand, Adam", "expected batch size", "momentum", "weight decay", "regression", "automatic",
           "large inputs", "a loop with a momentum of its own", "eight parameters", "bare")  # fmt: skip
 

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent / "audit_over_ranks.py"
 SHORT = "no_clipping,minibatch_clipping,per_sample_independence,noise_scale"
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
+]
 
 
 def audit(step, *options):

@@ -18,6 +18,8 @@ from fastdp.audit.update import Update, gain, update
 
 from .audit_hand import LR, Hand, Job, make_batch, small
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 class Nesterov(Hand):
     def update(self, job: Job, gradient: Tensor) -> Tensor:

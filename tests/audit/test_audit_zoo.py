@@ -14,6 +14,8 @@ from fastdp.audit import TESTS, audit
 
 from .audit_zoo import ALWAYS, PLANTED
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 REST = [name for name in PLANTED if name not in ALWAYS]
 CHOSEN = [*ALWAYS, *(REST if os.environ.get("FASTDP_ZOO") == "all" else REST[::3])]
 

@@ -17,6 +17,8 @@ from fastdp.errors import StepError
 from ..by_hand import network, records
 from .skipping import made, sizes, train
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 # --------------------------------------------------------------------------- noticed
 
 

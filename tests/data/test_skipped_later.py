@@ -13,6 +13,8 @@ from fastdp.errors import StepError
 
 from .skipping import made, train
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 # --------------------------------------------------------------------------- taking up a run
 
 

@@ -16,6 +16,8 @@ import fastdp
 from ..by_hand import network, records
 from .skipping import made, train
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def test_right_loops_hear_nothing(silent):
     for limit, rate in ((None, 0.5), (4, 0.5), (None, 0.02), (2, 0.02)):

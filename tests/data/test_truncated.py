@@ -22,6 +22,8 @@ from fastdp.accounting import epsilon_of, noise_multiplier_for
 from fastdp.errors import AccountingError
 from fastdp.sampling import max_batch_size_for, truncation
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 # --------------------------------------------------------------------------- how probable it is
 
 

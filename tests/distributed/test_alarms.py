@@ -10,7 +10,10 @@ import torch
 from .alarms import CASES
 from .ranks import Launches
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
+]
 THREE = ["in_a_forward", "in_the_middle_of_a_backward", "by_all"]
 
 

@@ -11,6 +11,7 @@ import torch
 from .started import accuracy_and_epsilon, run
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
     pytest.mark.filterwarnings("ignore"),
 ]

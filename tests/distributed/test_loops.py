@@ -13,6 +13,7 @@ from .ranks import results, start
 from .started import accuracy_and_epsilon, torchrun
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
     pytest.mark.filterwarnings("ignore"),
 ]

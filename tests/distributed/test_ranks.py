@@ -16,7 +16,10 @@ from .cases import CASES, EXACT
 from .loading import persons, records
 from .ranks import OPTIMIZERS, ROOT, Launches, killed
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
+]
 THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons"]
 
 

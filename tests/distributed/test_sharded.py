@@ -16,7 +16,10 @@ from .ranks import ROOT, Launches, killed
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
+]
 TWO = {**EXACT, **OTHERS, **ERRORS, **STATES, "saved": saved}
 CASES = {**TWO, **FOUR, "taken_up": taken_up}
 THREE = [

@@ -16,7 +16,10 @@ from .. import forked
 from .ranks import ROOT, Launches
 from .tensor import CASES, COPIES, EXACT
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
+]
 TWO = [name for name in CASES if name not in COPIES]
 THREE = ["words, sequence, loss", "same_noise"]
 FOUR = [*COPIES, "same_noise"]

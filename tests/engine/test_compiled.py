@@ -35,7 +35,7 @@ from ..compiled_models import (
 )
 from ..truth import norms_of, truth
 
-pytestmark = pytest.mark.usefixtures("fresh")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh")]
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -15,6 +15,8 @@ import pytest
 
 from .. import cases
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 ROOT = Path(__file__).parent.parent.parent
 
 

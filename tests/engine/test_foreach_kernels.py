@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 from fastdp.kernels import common, many
 
 B, LAYERS, D = 3, 4, 16
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")]
 
 
 @pytest.fixture(autouse=True)

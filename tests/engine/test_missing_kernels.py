@@ -15,6 +15,8 @@ from fastdp.engine import attach_checks
 from fastdp.errors import MissingKernelsWarning
 from fastdp.ops.registry import Kernel, Operator
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 ROOT = Path(__file__).parents[2]
 TWO_OPTIMIZERS = """
 import sys

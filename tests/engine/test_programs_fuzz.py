@@ -19,6 +19,8 @@ from ..programs.draw import alone, draw, source
 from ..programs.judge import Verdict, judge
 from ..programs.pieces import COUPLED, ESCAPES, PIECES, RIGHT
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 PARTS = 8
 DRAWN = range(400, 400 + 240)  # seeds
 MOST = 3  # samples that are taken away of each batch

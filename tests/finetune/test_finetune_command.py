@@ -14,6 +14,8 @@ from fastdp.finetune import command as command_module
 
 from .finetune_models import card_of, classifier, command, language_model, reviews, transformers
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 # gdp is computed at once; prv, the default, takes seconds
 QUICK = ("--epochs", 0.5, "--batch-size", 8, "--epsilon", 8, "--device", "cpu", "--max-physical-batch-size", 8,
          "--accountant", "gdp")  # fmt: skip

@@ -15,6 +15,8 @@ from fastdp.finetune.plan import FinetuneError
 from .finetune_models import card_of, command, options_of, seer, transformers
 from .test_finetune_command import QUICK, refused
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 Image = pytest.importorskip("PIL.Image")
 made = command_module.train
 

@@ -12,6 +12,8 @@ from fastdp.finetune import outputs, progress
 
 from .finetune_models import card_of, classifier, command, reviews
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 STEPS = ("--epochs", 1, "--batch-size", 8, "--epsilon", 8, "--device", "cpu", "--accountant", "gdp",
          "--max-physical-batch-size", 8)  # fmt: skip
 

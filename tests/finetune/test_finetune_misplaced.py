@@ -9,6 +9,8 @@ import pytest
 from .finetune_models import card_of, classifier, command, language_model, reviews, texts
 from .test_finetune_command import QUICK
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def refused(capsys, *words):
     assert command(*words, *QUICK) == 1

@@ -20,6 +20,8 @@ from fastdp.optim.graphed_step import GraphedStep
 
 from .finetune_models import card_of, classifier, command, options_of, reviews, transformers
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 STEPS = ("--epochs", 1, "--batch-size", 8, "--epsilon", 8, "--device", "cpu", "--accountant", "gdp",
          "--max-physical-batch-size", 4, "--eval-fraction", 0)  # fmt: skip
 

@@ -26,6 +26,8 @@ from .finetune_models import (
 )
 from .test_finetune_command import QUICK, refused
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 COUNT = 40
 
 

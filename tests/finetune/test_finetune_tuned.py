@@ -13,6 +13,8 @@ from fastdp.mechanisms import NegativeBinomialRuns, tuning_epsilon
 
 from .finetune_models import classifier, command, reviews
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 RUN = ("--task", "classify", "--labels", "neg,pos", "--epsilon", 2, "--batch-size", 8, "--device", "cpu")
 
 

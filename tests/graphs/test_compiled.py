@@ -16,6 +16,8 @@ from fastdp.utils.rng_state import random_states
 
 from .test_program import FUNCTIONS, program_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

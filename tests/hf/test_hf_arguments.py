@@ -14,6 +14,8 @@ from ..hf_models import DPTrainer, PrivacyArguments, bert, gpt2, private, texts,
 
 from fastdp.hf import argument_table, arguments  # isort: skip
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 REFUSED = [name for name, field in argument_table.FIELDS.items() if field.status == "refused"]
 
 

@@ -13,7 +13,7 @@ from fastdp.optim import graphed_shapes
 
 from ..hf_models import Collate, DPTrainer, bert, gpt2, private, texts, trainer_of, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:noise_seed")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:noise_seed")]
 
 
 class Even(Collate):

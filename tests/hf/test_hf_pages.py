@@ -11,6 +11,8 @@ import torch
 from ..hf_models import TINY, transformers
 from ..hf_texts import llama, tokenizer
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 datasets = pytest.importorskip("datasets")
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "huggingface.md").read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from ..hf_models import gpt2, private, texts, trainer_of, transformers, weights
 
 STEPS = 8
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:noise_seed"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked"),
 ]
@@ -229,7 +230,7 @@ class Events:
             self("after the update")
 
         os.write, os.fsync, os.replace = half, self.around("fsync", os.fsync), self.around("rename", os.replace)
-        private_optimizer.fused.step = noised
+        private_optimizer.fused_update.step = noised
         for name in ("_save_optimizer_and_scheduler", "_save_rng_state"):
             method = getattr(transformers.Trainer, name)
             setattr(transformers.Trainer, name, self.around(name, method))

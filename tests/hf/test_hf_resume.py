@@ -18,7 +18,7 @@ from ..hf_models import bert, gpt2, private, texts, trainer_of, transformers, we
 
 from fastdp.hf import ledger  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore:noise_seed")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:noise_seed")]
 
 
 class StopAt(transformers.TrainerCallback):

@@ -27,6 +27,8 @@ from ..hf_models import (
     weights,
 )
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def test_what_others_have_spent_on_the_model_is_counted_or_said(tmp_path):
     """An optimizer in whose place the trainer's comes, and a trainer that is detached by now."""

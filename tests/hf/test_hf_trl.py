@@ -31,7 +31,7 @@ from fastdp.errors import StepError  # isort: skip
 from fastdp.hf import DPDPOTrainer, DPSFTTrainer, DPTrainer, arguments, argument_table  # isort: skip
 
 assert quiet
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def test_a_step_of_sft_by_hand(tmp_path):

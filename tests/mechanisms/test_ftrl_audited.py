@@ -13,7 +13,7 @@ from fastdp.audit import TorchTrainable, assert_private, audit
 from fastdp.mechanisms import DPFTRL, ftrl_loader
 from fastdp.mechanisms.tree import TreeNoise
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 LR = 0.1
 TESTS = ("no_clipping", "minibatch_clipping", "sensitivity", "noise_distribution", "noise_scale")

@@ -10,6 +10,8 @@ from examples.papers.images import Images
 from examples.without_sampling import ORDERED, SAMPLED, TREE
 from fastdp.accounting import epsilon_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def images(train: int = 11_000, test: int = 500) -> Images:
     """Ten patterns, with noise."""

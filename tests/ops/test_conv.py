@@ -29,6 +29,8 @@ from .backends import (
     weighted,
 )
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 FORWARD = [F.conv1d, F.conv2d, F.conv3d]
 TRANSPOSED = [F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d]
 # sizes of x, outputs, kernel, stride, padding, dilation, groups

@@ -30,6 +30,8 @@ from . import cuda_checks as checks
 from . import cuda_sample_checks as sample_checks
 from . import emulation
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 TARGETS = (80, 90, 100)

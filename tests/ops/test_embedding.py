@@ -14,6 +14,8 @@ from fastdp.ops import cuda, embedding, embedding_clipped_sum, embedding_norm_sq
 
 from .backends import TRITON, asked, assert_equal_bits, assert_sums, random, sum_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 # samples, positions, columns, rows of the table
 SHAPES = [(4, 7, 3, 2), (3, 1, 1, 5), (2, 37, 16, 11), (2, 90, 20, 1), (3, 4, 300, 400), (0, 3, 4, 5), (2, 0, 4, 5),
           (3, 4, 0, 5)]  # fmt: skip

@@ -16,6 +16,8 @@ from fastdp.ops.trials import trials
 
 from . import backends
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 CPU = torch.device("cpu")
 
 

@@ -22,7 +22,8 @@ from .backends import TRITON, assert_norms, assert_sums, random, weighted
 from .test_conv import truth as conv_truth
 from .test_linear import truth
 
-pytestmark = pytest.mark.parametrize("backend", TRITON[1:], indirect=True)  # test_device.py has the test for a GPU
+# test_device.py has the test for a GPU
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("backend", TRITON[1:], indirect=True)]
 FAR = 2**28  # 11 columns so far apart are 2^31.4 elements
 B, T, I, O = 2, 20, 18, 11  # noqa: E741
 

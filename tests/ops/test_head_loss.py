@@ -23,6 +23,8 @@ from fastdp.ops.registry import triton_module
 
 from .backends import TRITON
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 B, T, D, V = 3, 5, 4, 11
 # bytes of whole logits, bytes of a slice: all at once; by samples; by slices, of several words and of one
 CUTS = [(2**27, 2**26), (8 * T * V, 2**26), (1, 256), (1, 1)]

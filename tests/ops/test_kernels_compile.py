@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 triton = pytest.importorskip("triton")
 
 # Of the cases of `python -m fastdp.kernels.report`, one or two a kernel and choice of tile.

@@ -27,6 +27,8 @@ from .backends import (
     weighted,
 )
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 # (B, T, I, O): one position, positions that end with a tile of 16 or beside its end, odd sizes and whole vectors
 SHAPES = [(3, 37, 37, 50), (5, 1, 37, 50), (5, 2, 5, 7), (2, 15, 32, 48), (2, 16, 32, 48), (2, 17, 32, 48),
           (3, 33, 48, 32), (2, 40, 3, 1)]  # fmt: skip

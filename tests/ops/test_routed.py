@@ -15,6 +15,8 @@ from fastdp.ops.routed import longest_gram, overwrite_routed_sum, rounding
 
 from .backends import CPU, TRITON, asked, assert_equal_bits, random, sum_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 # rows, inputs, outputs, matrices, samples
 SIZES = [(37, 5, 6, 4, 3), (150, 16, 8, 5, 7), (60, 40, 50, 2, 2), (8, 8, 8, 8, 8), (1, 3, 2, 1, 1), (0, 3, 4, 2, 2)]
 LARGE = [(300, 40, 33, 3, 2), (300, 10, 300, 1, 2), (600, 200, 220, 2, 2)]

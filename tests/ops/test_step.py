@@ -21,6 +21,8 @@ from fastdp.ops.updates import SGD, Adam, Draw
 from . import cuda_checks as checks
 from .backends import CPU, NATIVE, TRITON, threads
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 KEY = checks.KEY
 DRAW: dict[str, Any] = {"key": KEY, "step": 7, "std": 0.3, "scale": 0.25}
 ADAM: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}

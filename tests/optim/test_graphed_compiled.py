@@ -13,6 +13,8 @@ from fastdp.errors import GraphError
 
 from .test_graphed import B, Net, batch, eagerly, losses, pair
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 CLOSE = dict(rtol=1e-4, atol=1e-5)
 
 

@@ -16,6 +16,8 @@ from fastdp.errors import GraphError, StepError
 from ..graphs.fake_cuda import FakeCuda, NoGraphs
 from .test_graphed import B, Net, assert_equal, batch, conv_net, eagerly, losses, pair, pictures
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -17,6 +17,8 @@ from fastdp.optim import graphed_shapes
 
 from .test_graphed import B, Net, assert_equal, batch, eagerly, losses, pair
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 @pytest.mark.parametrize("way", ["backward", "loss"])
 def test_a_loop_with_a_step_of_its_own(way: str) -> None:

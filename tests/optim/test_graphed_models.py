@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from .test_graphed import B, assert_equal, eagerly, pair
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 D, T = 6, 5
 
 

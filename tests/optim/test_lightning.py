@@ -24,7 +24,7 @@ from fastdp.lightning import DPCallback, most_steps, stream
 
 Q, STEPS = EXPECTED / RECORDS, 4
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def module_of(package=lightning, manual=False, base=None, truth=True, part=False, **options):

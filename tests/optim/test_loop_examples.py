@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 

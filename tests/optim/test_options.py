@@ -25,6 +25,8 @@ from fastdp.optim.private_step import PrivateStep
 
 from ..runs import model_of, steps
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 CLASSES = {
     fastdp.DPSGD: torch.optim.SGD, fastdp.DPAdam: torch.optim.Adam, fastdp.DPAdamW: torch.optim.AdamW,
     fastdp.DPRMSprop: torch.optim.RMSprop, DPFTRL: torch.optim.SGD,

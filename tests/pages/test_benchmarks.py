@@ -22,6 +22,8 @@ from benchmarks.suites import OTHERS, SMALL, words
 from fastdp.errors import ParameterError
 from fastdp.grad_sample.cost_model import Shape
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 GPU = (8e14, 3e12)  # operations and bytes a second
 
 

@@ -20,6 +20,8 @@ from benchmarks.roof_jobs import Job, Part, Roof, tiles_of
 from benchmarks.roof_rates import COUNTS, DATA_SHEET, rate
 from benchmarks.suites import SMALL
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent.parent
 MODELS = ("gpt2", "llama-lora", "vit-b16", "resnet50")

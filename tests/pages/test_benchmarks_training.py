@@ -16,6 +16,8 @@ from benchmarks.contenders import CONTENDERS, DEFAULT, Contender, Step
 from benchmarks.models import Workload, class_losses
 from benchmarks.suites import SMALL
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 OURS = [name for name in DEFAULT if name.startswith("fastdp")]
 CPU16 = steps.Place(torch.device("cpu"), torch.bfloat16)
 CONTRACT = (

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 pytest.importorskip("transformers")

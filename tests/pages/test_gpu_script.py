@@ -17,6 +17,8 @@ import pytest
 
 from benchmarks.suites import GPU
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 STUB = Path(__file__).with_name("gpu_stub.py")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 
 

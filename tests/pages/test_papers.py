@@ -10,6 +10,8 @@ import torch
 import fastdp
 from examples.papers import accounting, cifar10_cnn, classify, common, confidence, mnist_cnn, report
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 SCRIPTS = {"mnist_cnn": mnist_cnn, "cifar10_cnn": cifar10_cnn}
 SHAPES = {"mnist_cnn": (1, 28, 28), "cifar10_cnn": (3, 32, 32)}
 

@@ -11,6 +11,8 @@ import torch
 
 from examples.papers import common, fixed_noise, housing, layerwise_loss, ntk_table, regression, wine
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def values_of(path):
     with path.open(newline="") as file:

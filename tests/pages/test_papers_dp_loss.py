@@ -13,6 +13,8 @@ from examples.papers import common, dp_loss, dp_loss_report
 from examples.papers import dp_loss_networks as networks
 from fastdp.losses import DPLoss
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def fake(records: int = 60) -> common.Images:
     """Images of ten classes, each of its own pattern."""

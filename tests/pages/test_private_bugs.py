@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples/papers"))
 pytest.importorskip("PIL")

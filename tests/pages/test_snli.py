@@ -12,6 +12,8 @@ import torch
 import fastdp
 from examples.papers import common, pretrained, snli
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 transformers = pytest.importorskip("transformers")
 
 PAIRS = [("a b c", "d"), ("a", "b c d e f g h"), ("b b", "c c"), ("d e f", "a b")]

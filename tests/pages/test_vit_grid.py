@@ -11,6 +11,8 @@ import torch
 
 from examples.papers import common, pretrained, vit_grid
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def features(count=120, width=12, seed=0):
     draw = torch.Generator().manual_seed(seed)

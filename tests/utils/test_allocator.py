@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")]
 
 PROGRAM = """
 import ctypes, resource, torch, fastdp

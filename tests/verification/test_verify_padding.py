@@ -16,6 +16,8 @@ from fastdp.errors import VerificationError
 from fastdp.verification.collating import trimmed
 from fastdp.verification.records import records_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def texts(count=40):
     torch.manual_seed(0)
