@@ -25,6 +25,8 @@ from . import audit_right as right
 from .audit_hand import Hand, Job, make_batch
 from .audit_zoo import PLANTED
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 class Line:
     """loss = -w . g for a gradient g of norm 5, w at 0, rate 1; noise along g of size C sigma: all in closed form.

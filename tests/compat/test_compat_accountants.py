@@ -14,7 +14,7 @@ from fastdp.compat.opacus.accountants import registry
 from fastdp.compat.opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from fastdp.errors import AccountingError
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("name", ["prv", "rdp", "gdp"])

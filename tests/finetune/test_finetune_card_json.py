@@ -18,6 +18,8 @@ from .finetune_models import card_of, classifier, command, options_of, reviews
 from .test_finetune_card import card
 from .test_finetune_command import QUICK
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 SCHEMA = json.loads((Path(card_module.__file__).parent / "privacy_card.schema.json").read_text())
 TYPES = {"string": str, "number": (int, float), "integer": int, "boolean": bool, "object": dict, "array": list,
          "null": type(None)}  # fmt: skip

@@ -9,6 +9,8 @@ from fastdp.finetune import evaluation
 from .finetune_models import classifier, language_model, reviews
 from .test_finetune_command import QUICK, command, refused
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def column(folder, name):
     lines = (folder / "metrics.csv").read_text().splitlines()

@@ -16,6 +16,8 @@ from fastdp.finetune import folder
 from .finetune_models import card_of, classifier, command, language_model, reviews
 from .test_finetune_command import QUICK, refused
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 RUN = ["finetune", "m", "d"]
 
 

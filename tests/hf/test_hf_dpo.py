@@ -23,7 +23,7 @@ from fastdp.errors import StepError  # isort: skip
 from fastdp.hf import arguments, argument_table  # isort: skip
 
 assert quiet
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def test_persons_of_pairs(tmp_path):

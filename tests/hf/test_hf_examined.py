@@ -11,6 +11,8 @@ from fastdp.errors import AccountingError, StepError, VerificationError
 
 from ..hf_models import Collate, bert, private, texts, trainer_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 class Unmasked(Collate):
     def __call__(self, records):

@@ -27,6 +27,8 @@ from .test_hf_losses import t5
 
 from fastdp.hf import DPSeq2SeqTrainer  # isort: skip
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 def seq2seq(folder, model, data, privacy, more=None, **options):
     common = dict(output_dir=str(folder), per_device_train_batch_size=4, max_steps=1, learning_rate=0.1, optim="sgd",

@@ -10,6 +10,8 @@ import torch
 from ..hf_models import TINY, error, transformers, weights
 from ..hf_texts import draw, ids, private, tokenizer, truth
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 sentence_transformers = pytest.importorskip("sentence_transformers")
 datasets = pytest.importorskip("datasets")
 

@@ -15,6 +15,8 @@ from fastdp.losses import DPLoss
 
 from .test_dp_loss import cnn, images
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_opacus_sees_the_same_gradients(wrapped_first):

@@ -11,6 +11,8 @@ import torch
 
 from fastdp.accounting import epsilon_of
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 

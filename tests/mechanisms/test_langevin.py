@@ -10,6 +10,8 @@ import fastdp
 from fastdp.errors import StepError
 from fastdp.mechanisms import check_unclipped, noise_multiplier_for_temperature, temperature
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 
 @pytest.mark.parametrize(("momentum", "heat"), [(0.0, 0.5), (0.8, 1.0)])
 def test_whole_batches_sample_the_posterior_of_a_linear_regression(momentum: float, heat: float) -> None:

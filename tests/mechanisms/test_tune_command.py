@@ -15,6 +15,8 @@ from fastdp.commands import tune
 from fastdp.mechanisms import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 from fastdp.utils.formatting import at_most
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 TRAIN = """
 import os, sys, warnings
 import fastdp, torch

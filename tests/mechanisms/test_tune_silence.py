@@ -15,6 +15,8 @@ from fastdp.__main__ import parsed
 from fastdp.commands import tune
 from fastdp.mechanisms import NegativeBinomialRuns
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 HISTORY = "[(1.0, 0.1, 10)]"
 SETTINGS = [{"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 10}]
 BUFFERS = """

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .kernels_truth import DEVICE, DTYPES, conv_gradients, numbers
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 pytest.importorskip("triton")
 from fastdp.kernels import conv, embedding, head_loss, linear, many, norm, rows, segments
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import GraphError, StepError
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 B = 6
 
 

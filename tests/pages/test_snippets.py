@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 DOCS = Path(__file__).parents[2] / "docs"
 # Pieces of a program that needs what they do not show: several processes, a model from a hub, a file that was written
 # before. Tests of those pages' subjects run them in whole; here they must compile.

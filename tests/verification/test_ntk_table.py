@@ -13,6 +13,8 @@ from fastdp.__main__ import main
 from fastdp.commands import ntk_table
 from fastdp.commands.ntk_table import ROWS, descend, draw, kernel_of, looked_at, loss_of, measure, table
 
+pytestmark = pytest.mark.slow  # `make test-all` runs it
+
 BY_NAME = {row.name: row for row in ROWS}
 
 
