@@ -11,12 +11,12 @@ import torch
 
 from fastdp.accounting import epsilon_of
 
-pytestmark = pytest.mark.slow  # `make test-all` runs it
-
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 
 import bayesian
+
+pytestmark = pytest.mark.slow  # `make test-all` runs it
 
 
 def test_it_runs_and_says_what_it_spends(capsys: pytest.CaptureFixture[str]) -> None:

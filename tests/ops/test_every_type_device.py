@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .kernels_truth import DEVICE, DTYPES, conv_gradients, numbers
 
-pytestmark = pytest.mark.slow  # `make test-all` runs it
-
 pytest.importorskip("triton")
 from fastdp.kernels import conv, embedding, head_loss, linear, many, norm, rows, segments
+
+pytestmark = pytest.mark.slow  # `make test-all` runs it
 
 CARD = DEVICE == "cuda"
 LAYERS = [(512, 1280, 5120), (197, 768, 768), (1, 768, 3072)] if CARD else [(33, 32, 48), (1, 16, 32)]
