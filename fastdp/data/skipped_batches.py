@@ -24,6 +24,7 @@ from . import loop_checks
 
 Place = tuple[int, int]  # pass, and its logical batches handed out, the one in hand counted
 Event = tuple[str, Place]  # the mark of what a loader samples by, and the place
+_GLANCES = 2  # passes left at once before any training: for the shapes, say
 
 
 def mark_of_key(key: int) -> str:
@@ -45,6 +46,7 @@ class SkippedBatches:
         self.passes = 0  # without a step
         self.turns: list[bytearray] = []  # of passes that are over: 1 for each batch that had a step, 0 where another's
         self.stepped = Stepped()  # of batches that were taken out of the loader before
+        self.asked = False  # for epsilon, since a batch was handed out
         self._evaluates = False  # whether it trains with the model in the mode of evaluation
         self._loaders: weakref.WeakSet[LoaderUsers] = weakref.WeakSet()
         self._before = 0  # chosen among, as a state that was loaded says
@@ -71,6 +73,8 @@ class SkippedBatches:
         for other in [other for other in known.gone if other.of(model)]:
             known.gone.remove(other)
             self.read(other.state_dict(gone=True))()
+        if not known and known.glances > _GLANCES:
+            self.passes += known.glances
 
     def of(self, model: nn.Module | None) -> bool:
         """Whether the optimizer trained this model."""
@@ -101,13 +105,17 @@ class SkippedBatches:
             self.warn(again=False, stacklevel=6)
 
     def warn(self, again: bool = True, stacklevel: int = 3) -> None:
-        """Say what was missed; not again: unless it was said before."""
+        """Say what was missed; not again: unless it was said before (what was cut is said by the next step)."""
         count = self.counts
         if any(count) if again else any(now > was for now, was in zip(count, self._told, strict=True)):
             texts = (loop_checks.PASSED_OVER, loop_checks.CHOSEN, loop_checks.LEFT, loop_checks.CUT, loop_checks.UNUSED)
             found = " ".join(text.format(n=n) for n, text in zip(count, texts, strict=True) if n)
             warnings.warn(f"epsilon may not hold: {found} {loop_checks.EVERY_BATCH}.", stacklevel=stacklevel)
         self._told = count
+
+    def silent(self) -> None:
+        """The last of `cut` will be said by the next step of a batch, if there is one."""
+        self._told = (*self._told[:3], self._told[3] + 1, self._told[4])
 
     def redo(self, mark: str, place: Place) -> None:
         """A loader hands out (again) what follows this place."""
@@ -144,6 +152,7 @@ class LoaderUsers(weakref.WeakSet[SkippedBatches]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.glances = 0  # passes that were left after a batch, before any training
         self.gone: list[SkippedBatches] = []  # of those that were detached, what others must go on from
         self.taken: deque[Taken] = deque(maxlen=4)  # the last passes in which nobody trained
 
@@ -159,7 +168,7 @@ class PassWatch:
 
     def __init__(self, loader: int, known: LoaderUsers, rate: float) -> None:
         self.loader, self._known, self._rate = loader, known, rate
-        self._mark, self._first = "", (0, 0)
+        self._mark, self._first, self._steps = "", (0, 0), 0
         # of each that trains on this pass, 1 or 0 for each batch: whether it stepped
         self._trainers: weakref.WeakKeyDictionary[SkippedBatches, bytearray] = weakref.WeakKeyDictionary()
         self._trained = self._closed = self._looked = False
@@ -169,9 +178,9 @@ class PassWatch:
         self._waits = False  # whether it has had a backward
         self._taken: Taken | None = None  # the batches so far, where none was trained on
 
-    def begin(self, mark: str, place: Place) -> None:
-        """The pass begins at this place."""
-        self._mark, self._first = mark, place
+    def begin(self, mark: str, place: Place, steps: int) -> None:
+        """The pass begins at this place, and has so many logical batches."""
+        self._mark, self._first, self._steps = mark, place, steps
 
     def train(self, missed: SkippedBatches, taken: bool = False, final: bool = False) -> None:
         """A backward on the batch in hand, or a step (taken), which ends the logical batch (final)."""
@@ -192,7 +201,8 @@ class PassWatch:
         """The next batch. Raises StepError where none has stepped on the one in hand."""
         self._look()
         self._check(f"{loop_checks.UNSTEPPED} {loop_checks.EVERY_BATCH}." if self._waits else loop_checks.SKIPPED)
-        for steps in self._trainers.values():
+        for missed, steps in self._trainers.items():
+            missed.asked = False
             steps.append(0)
         self._handed += 1
         self._place, self._due, self._open, self._waits = place, True, True, False
@@ -207,15 +217,15 @@ class PassWatch:
         """No batch follows. Raises StepError where none has stepped on the last."""
         self._look()
         self._check(loop_checks.LAST_SKIPPED)
-        self.leave()
+        self.leave(whole=True)
 
-    def leave(self) -> None:
+    def leave(self, whole: bool = False) -> None:
         """The pass is over, or was left; said once."""
         if self._closed:
             return
         self._closed = True
         if not self._trained:
-            self._unused()
+            self._unused(whole)
             return
         living = _living(self._trainers)
         for missed in living:
@@ -225,18 +235,25 @@ class PassWatch:
             self._note_gone()
             for missed in living:
                 (missed.left if self._due else missed.cut).append((self._mark, self._place))
+                if missed.asked:
+                    missed.warn(again=False, stacklevel=2)
+                elif not self._due:
+                    missed.silent()
 
     def supersede(self) -> None:
         """Another pass of the loader is trained on."""
         if self._trained:
             self.leave()
 
-    def _unused(self) -> None:
+    def _unused(self, whole: bool) -> None:
         """Nobody has trained on the pass."""
         # what a framework fetched ahead, and gave to nobody, is no pass
         known = [] if self._looked or not self._handed else _living(self._known)
         for missed in known:
             missed.passes += 1
+        if not self._looked:
+            # to look at a batch or two before training, or at all of them, is no choice
+            self._known.glances += not self._known and self._handed > 0 and (not whole or self._steps == 1)
         if self._taken is not None:
             self._taken.looked, self._taken.loader = self._looked, weakref.ref(self._known)
             self._taken.told.update(known)

@@ -269,3 +269,25 @@ def test_turns_hear_nothing(pattern, passes, silent):
     if pattern == "001001111111":
         pattern = "000111111111"  # a first pass that begins late
     two(pattern, passes).epsilon(1e-2)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_passed_over_by_their_size(seed):
+    model, loader, optimizer = made(seed=seed)
+    small = sorted(sizes(made(seed=seed)[1]))[2]
+    with pytest.raises(StepError, match="loop skipped"):
+        for batch in loader:
+            if len(batch[0]) < small:
+                continue
+            train(model, optimizer, batch)
+
+
+def test_epsilon_that_was_told_before_the_batch_in_hand_was_dropped():
+    model, loader, optimizer = made()
+    batches = iter(loader)
+    train(model, optimizer, next(batches))
+    next(batches)
+    optimizer.epsilon(1e-2)
+    with pytest.warns(UserWarning, match="in hand"):
+        del batches
+        gc.collect()

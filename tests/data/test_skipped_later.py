@@ -137,3 +137,14 @@ def test_an_optimizer_that_is_made_anew_for_each_pass(how):
         optimizer.detach()
     with pytest.warns(UserWarning, match=rf"{2 + (how == 'left')} time\(s\) the loop was left with a batch"):
         optimizer.epsilon(1e-2)
+
+
+def test_first_batches_that_are_drawn_until_one_pleases():
+    """Before any training: to look once or twice is for the shapes, more often for a choice."""
+    model, loader, optimizer = made()
+    for _ in range(3):
+        next(iter(loader))
+    with pytest.warns(UserWarning, match=r"3 pass\(es\) over the poisson_loader"):
+        for batch in loader:
+            train(model, optimizer, batch)
+            break

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from opacus import grad_sample as theirs
 from opacus.grad_sample.grad_sample_module import create_or_accumulate_grad_sample, promote_current_grad_sample
 from torch import nn
 
+from .exact_samplers import LAYERS, layer_grad_sample
 from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, EngineHooks
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "create_or_accumulate_grad_sample",
     "promote_current_grad_sample",
 ]
-_OPACUS: dict[type[nn.Module], Callable[..., Any]] = theirs.GradSampleModule.GRAD_SAMPLERS
 
 
 class GradSampleHooks(EngineHooks):
@@ -29,12 +28,12 @@ class GradSampleHooks(EngineHooks):
 
     strict: raise NotImplementedError for trainable layers with buffers, which are not private.
     force_functorch: accepted; the engine has one way for all layers.
-    GRAD_SAMPLERS holds Opacus's function for each layer, and what `register_grad_sampler` was given. None of them is
-    called: the engine sees which torch functions a layer calls and is exact for those, and refuses by name what it
-    cannot see.
+    GRAD_SAMPLERS holds an exact function for each layer for which Opacus has one, and what `register_grad_sampler` was
+    given. The engine calls none of them: it sees which torch functions a layer calls and is exact for those, and
+    refuses by name what it cannot see.
     """
 
-    GRAD_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict(_OPACUS)
+    GRAD_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(LAYERS, layer_grad_sample)
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class GradSampleHooks(EngineHooks):
 
     @classmethod
     def _warn_of_samplers(cls, m: nn.Module) -> None:
-        own = {kind for kind, function in cls.GRAD_SAMPLERS.items() if function is not _OPACUS.get(kind)}
+        own = {kind for kind, function in cls.GRAD_SAMPLERS.items() if function is not layer_grad_sample}
         given = sorted({type(module).__name__ for module in m.modules() if type(module) in own})
         if given:
             warnings.warn(

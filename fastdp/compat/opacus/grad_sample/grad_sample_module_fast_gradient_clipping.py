@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from opacus import grad_sample as theirs
 from torch import Tensor, nn
 
 from ....distributed.wrappers import check_samples
@@ -14,6 +13,7 @@ from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
 from .clipped import Clipped
+from .exact_samplers import WITH_NORMS, layer_norm_sample
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule
 
@@ -32,9 +32,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     """
 
     in_parts = False  # whether the parameters lie in parts on several processes
-    NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict(
-        theirs.GradSampleModuleFastGradientClipping.NORM_SAMPLERS
-    )
+    NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(WITH_NORMS, layer_norm_sample)
 
     def __init__(
         self,
