@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.accounting import delta_problem, noise_multiplier_for
+from fastdp.hf import PrivacyArguments
 
 
 def test_where_delta_ends_to_mean_something():
@@ -71,3 +72,9 @@ def test_the_engine_of_opacus_warns():
         engine.make_private_with_epsilon(**given, target_delta=0.02)
     with pytest.warns(UserWarning, match=r"delta=0\.3 is not below 1/50"):
         engine.get_epsilon(0.3)
+
+
+def test_dptrainers_refusal_is_the_same():
+    with pytest.raises(ValueError, match=r"delta=0\.1 is not below 1/12: .*Leave delta out for 0\.0416667"):
+        PrivacyArguments(target_epsilon=3.0, delta=0.1).delta_for(12)
+    assert PrivacyArguments(target_epsilon=3.0).delta_for(12) == 1 / 24

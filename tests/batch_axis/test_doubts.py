@@ -57,3 +57,14 @@ def test_harmless_questions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> N
         deferred_checks.doubt(torch.tensor(number == 3), f"number {number}")
     found = inbox.take()
     assert len(found) <= 6 and [one.why for one in found if bool(one.flag)] == ["number 3"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_question_of_a_failed_backward_is_not_asked_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(D, 1)
+    optimizer = private(model)
+    monkeypatch.setattr(Doubtful, "fails", True)
+    with pytest.raises(ValueError, match="on purpose"):
+        (loss_of(model, doubtful=True) + loss_of(model)).backward()
+    loss_of(model).backward()
+    optimizer.step()

@@ -157,3 +157,21 @@ def test_parts_of_one_tensor_may_be_the_batches() -> None:
         nn.functional.cross_entropy(model(data[start : start + 6]), labels[start : start + 6]).backward()
         assert engine.norms().shape == (6,)
     engine.detach()
+
+
+def test_a_hidden_state_passed_on_is_refused() -> None:
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRUCell(D, D)
+
+        def forward(self, x, h):
+            h = self.cell(x, h)
+            return h, h.detach()
+
+    model, h = Cell(), torch.zeros(6, D)
+    fastdp.PerSampleGradients(model)
+    for step in range(2):
+        with pytest.raises(SampleMixingError, match="earlier batch") if step else torch.enable_grad():
+            out, h = model(torch.randn(6, D), h)
+            out.square().sum(1).mean().backward()

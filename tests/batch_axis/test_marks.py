@@ -217,3 +217,10 @@ def test_packed_sequences_are_as_many_as_they_are_whatever_was_marked_before() -
     packed = nn.utils.rnn.pack_sequence([torch.randn(n, D) for n in (2, 5, 3)], enforce_sorted=False)
     model(packed)[0].data.square().sum().backward()
     assert gradients.norms().shape == (3,) and len(before) == 8
+
+
+def test_an_edge_between_two_graphs_is_refused(graphs: list[Tensor]) -> None:
+    model = Messages()
+    fastdp.PerSampleGradients(model)
+    with pytest.raises(SampleMixingError):
+        model(together(graphs, extra_edge=(0, 5), samples=3)).square().sum(1).mean().backward()

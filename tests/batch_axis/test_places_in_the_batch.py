@@ -240,3 +240,28 @@ def test_a_constant_that_equals_the_size_goes_on_working() -> None:
         warnings.simplefilter("error")
         run(lambda m, h: h.view(len(h), -1) / 6, sizes=(5, 6, 7), loss=squares)
         run(lambda m, h: h.view(h.shape[0], 2, -1).flatten(1) * 3, sizes=(6, 5, 7))
+
+
+@pytest.mark.parametrize("factor", [0, 0.0, 3])
+def test_one_of_two_samples_scaled_by_place_is_warned_of(factor: float) -> None:
+    """By the integer 0 too, with which a sum in Python begins."""
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: torch.cat([h[:1] * factor, h[1:]]), sizes=(2,))
+
+
+BY_NUMBER = {
+    "roll": lambda i, row: row.roll(i),
+    "clamped in place": lambda i, row: row.clone().clamp_(max=i / 3),
+    "scaled in place twice": lambda i, row: row.clone().mul_(2).mul_(i + 1),
+    "a remainder": lambda i, row: row % (i + 1),
+    "a slope": lambda i, row: F.leaky_relu(row, i),
+    "filled": lambda i, row: row.masked_fill(row > 0, i),
+    "rows of a large table": lambda i, row: (row.repeat(9) * torch.linspace(0, 1, 9 * 9 * C).view(9, -1)[i])[:C],
+}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_loops_that_take_their_number_are_warned_of(name: str, size: int) -> None:
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: torch.stack([BY_NUMBER[name](i, row) for i, row in enumerate(h)]), sizes=(size,))

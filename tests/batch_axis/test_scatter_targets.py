@@ -189,3 +189,13 @@ def test_masks_made_of_the_lengths_of_packed_texts(pool: str, batch_first: bool,
     x, rows = torch.randn(5, T, D), range(5)
     less = [(x[left], lengths[left]) for i in rows for left in [[k for k in rows if k != i]]]
     assert sensitivity(Recurrent(pool, batch_first, ordered, frozen), (x, lengths), less) < 1.0001
+
+
+def test_lengths_of_others_are_still_refused() -> None:
+    class Model(Recurrent):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            h, given = pad_packed_sequence(pack_padded_sequence(self.embed(x), lengths, True, False), True)
+            return self.head(h.sum(1) * given.flip(0)[:, None])
+
+    with pytest.raises(SampleMixingError):
+        sensitivity(Model("mean", True, False, True), (torch.randn(5, T, D), torch.tensor([3, 7, 2, 5, 5])), [])

@@ -303,3 +303,15 @@ def test_without_a_loader_the_rate_must_be_given() -> None:
             with pytest.raises(AccountingError, match="sample_rate="):
                 optimizer.epsilon(1e-5)
         optimizer.detach()
+
+
+def test_a_step_without_persons_is_a_step_of_noise() -> None:
+    model, optimizer, loader = run(steps=40)
+    empty = 0
+    for records, _ in loader:
+        empty += not len(records)
+        model(records.float().unsqueeze(1)).square().sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert empty and optimizer.history == [(1.0, 0.4, 40)]
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())

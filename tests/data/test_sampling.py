@@ -111,3 +111,21 @@ def test_bad_loaders():
 
     with pytest.raises(StepError, match="map-style"):
         fastdp.poisson_loader(Stream(), sample_rate=0.5)
+
+
+def test_physical_batches_give_the_same_update_as_one():
+    x = data(60)
+    weights = []
+    for limit in (None, 7, 1):
+        model = model_of()
+        loader = fastdp.poisson_loader(
+            TensorDataset(x), expected_batch_size=20, max_physical_batch_size=limit, steps=3, seed=5
+        )
+        optimizer = fastdp.DPAdam(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.5)
+        for (batch,) in loader:
+            backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sum(n for _, _, n in optimizer.history) == 3
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.allclose(weights[0], weights[1], atol=1e-5) and torch.allclose(weights[0], weights[2], atol=1e-5)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import fastdp
 from fastdp.errors import SampleMixingError
 from fastdp.grad_sample.planner import HeldBytes
+from fastdp.grad_sample.routed_rows import Routed
 
 from ..cases import Net, P, square
 from ..cases_experts import CASES, EXPERTS, SINGLE, SIZES, build, grouped_mm
@@ -200,3 +201,31 @@ def _einsum_of_gathered(m, x):
     weights, chosen = m.router(tokens).softmax(-1).topk(2, dim=-1)
     h = torch.einsum("nkhd,nd->nkh", m.up[chosen], tokens).tanh()
     return (torch.einsum("nkh,nkdh->nkd", h, m.down[chosen]) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+def routed(dtype=torch.float32, samples=3):
+    generator = torch.Generator().manual_seed(1)
+    a, g = (torch.randn(11, n, generator=generator).to(dtype) for n in (5, 6))
+    ids = torch.randint(0, 4, (11,), generator=generator)
+    ids[3] = 7  # of no matrix
+    owner = torch.randint(0, samples, (11,), generator=generator)
+    owner[owner == 1] = 0  # sample 1 has no row
+    return Routed(torch.zeros(4, 6, 5, dtype=dtype), a, g, ids, owner, samples, "test"), (a, g, ids, owner)
+
+
+def by_loop(a, g, ids, owner, samples=3):
+    grads = torch.zeros(samples, 4, 6, 5, dtype=torch.float64)
+    for x, y, e, b in zip(a.double(), g.double(), ids, owner, strict=True):
+        if e < 4:
+            grads[b, e] += torch.outer(y, x)
+    return grads
+
+
+def test_a_row_that_is_not_finite_stays_with_its_sample():
+    use, (a, g, ids, owner) = routed()
+    clean = by_loop(a, g, ids, owner)
+    use.a[(use.owner == 2).nonzero()[0]] = float("nan")
+    norms = use.norm_sq()
+    assert norms[2].isnan() and torch.allclose(norms[0].double(), clean[0].square().sum(), rtol=1e-5)
+    summed = use.clipped_sum(torch.tensor([1.0, 1.0, 0.0]))
+    assert torch.allclose(summed.double(), clean[0], atol=1e-5)

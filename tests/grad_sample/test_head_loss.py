@@ -307,3 +307,20 @@ def test_weights_written_to_before_the_sums_are_refused() -> None:
 
 
 # ---------------------------------------------------------------------- planted errors are seen
+
+
+@pytest.mark.parametrize("fault", ["label", "scale", "cross"])
+def test_planted_errors_are_found(fault: str) -> None:
+    """The comparison with the truth sees a gradient without its label, a wrong weight, a cross term left out."""
+    model, given = Model(tied=True), batch()
+    exact = truth(model, given, losses)
+    finish, cross = head.Head.finish, HeadLoss.cross_term_and_spread
+    planted = {
+        "label": patch.object(head.Head, "finish", lambda self, g, y, low, hit, slope: finish(
+            self, g, y.roll(1), low, hit, slope)),
+        "scale": patch.object(use_of_head, "_weights", lambda labels, terms, grad: 1.1 * (labels != -100)),
+        "cross": patch.object(HeadLoss, "cross_term_and_spread", lambda self, ids, e: tuple(
+            0 * t for t in cross(self, ids, e))),
+    }[fault]  # fmt: skip
+    with patch.object(use_of_head, "SHARE", 0.0), planted:
+        assert against(exact, model, given, losses).worst > 1e-3

@@ -9,7 +9,7 @@ import torch
 import torch._inductor
 from torch import nn
 
-from fastdp.errors import GraphError
+from fastdp.errors import GraphError, VerificationError
 
 from .test_graphed import B, Net, batch, eagerly, losses, pair
 
@@ -74,3 +74,46 @@ def test_another_result_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(torch._inductor, "compile", changing)
     with pytest.raises(GraphError, match="the compiled step is not the recorded one"):
         pair()[1][1].graphed(losses, batch(99), compile=True)
+
+
+def test_no_sample_contributes_more_than_the_clipping_norm() -> None:
+    """Of the sum as it is released, whatever Inductor rounded: one sample alone, clipped, without noise."""
+    options = dict(lr=1.0, noise_multiplier=0.0, max_grad_norm=0.01, loss_reduction="sum", expected_batch_size=1)
+    _, (model, optimizer) = pair(base="DPSGD", **options)
+    step = optimizer.graphed(losses, batch(99), compile=True)
+    for k in range(8):
+        before = [p.detach().double().clone() for p in model.parameters()]
+        step.backward(*batch(k, 1))
+        sums = optimizer._privacy._pending.values()
+        total = torch.stack([s.double().square().sum() for s in sums]).sum().sqrt()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(optimizer.norms) > 0.01 >= float(total)
+        moved = torch.stack([(p - b).square().sum() for p, b in zip(model.parameters(), before, strict=True)]).detach()
+        assert float(moved.sum().sqrt()) <= 0.01 * (1 + 1e-4)  # (rounding of the parameters themselves)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 compiles no step under autocast; Python's is made")
+def test_16_bits() -> None:
+    (one, first), (two, second) = pair(base="DPSGD", noise_multiplier=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        step = second.graphed(losses, batch(99), compile=True)
+        for k in range(2):
+            eagerly(one, first, batch(k)), step(*batch(k))
+    assert step.compiled and step.replayed == 2
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
+
+
+def test_replays_are_verified(monkeypatch) -> None:
+    """What is compared with Python's step is what replays, not the recording."""
+    _, (_, optimizer) = pair()
+    step = optimizer.graphed(losses, batch(99), verify_every=1, compile=True)
+    step(*batch(0))
+    program = step._programs[B]
+    run = program.way.run
+    program.way = program.way._replace(
+        run=lambda given: ([out * 1.01 if out.is_floating_point() else out for out in run(given)[0]], True)
+    )
+    with pytest.raises(VerificationError, match="norms"):
+        step(*batch(1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastdp.graphs.steps
 import fastdp.optim.graphed_step
-from fastdp.errors import GraphError, StepError
+from fastdp.errors import GraphError, StepError, VerificationError
 
 from ..graphs.fake_cuda import FakeCuda, NoGraphs
 from .test_graphed import B, Net, assert_equal, batch, conv_net, eagerly, losses, pair, pictures
@@ -96,6 +96,25 @@ def test_gradients_of_an_earlier_replay_are_refused(cuda: FakeCuda) -> None:
     optimizer.step()
 
 
+def test_nobody_reads_norms_of_overwritten_data(cuda: FakeCuda) -> None:
+    _, (model, optimizer) = pair(mlp, "DPSGD")
+    step = optimizer.graphed(flat, rows(99))
+    program = step._programs[B]
+    _, gradients = program.replay(list(rows(0)), B)
+    params = optimizer._privacy.engine.parameters()
+    norms = gradients.norm_sq(params)
+    program.replay(list(rows(1)), B)
+    for ask in (
+        lambda: gradients.norm_sq(params),
+        lambda: gradients.clipped_sum(torch.ones(B), params),
+        lambda: gradients.per_sample(params[0]),
+        lambda: gradients.uses,
+    ):
+        with pytest.raises(StepError, match="which has overwritten them"):
+            ask()
+    assert norms.shape == (B,)
+
+
 def test_dropout_draws_anew_at_every_launch(cuda: FakeCuda) -> None:
     (one, first), (two, second) = pair(lambda: mlp(0.3), "DPSGD")
     step = second.graphed(flat, rows(99))
@@ -106,6 +125,44 @@ def test_dropout_draws_anew_at_every_launch(cuda: FakeCuda) -> None:
         torch.manual_seed(k)
         assert torch.equal(a, step(*rows(0)))
         assert_equal(one, two)
+
+
+def test_replays_are_verified(cuda: FakeCuda) -> None:
+    _, (_, optimizer) = pair(mlp, "DPSGD")
+    step = optimizer.graphed(flat, rows(99), verify_every=1)
+    step(*rows(0))
+    cuda.spoil = True
+    with pytest.raises(VerificationError, match="norms"):
+        step(*rows(1))
+
+
+class Branching(nn.Sequential):
+    """With dropout, whose masks Python draws again for a batch that goes the other way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if bool((x < 100).all()) else x * 0)
+
+
+def test_a_batch_that_branches_another_way_goes_through_python(cuda: FakeCuda) -> None:
+    def branching() -> nn.Module:
+        torch.manual_seed(0)
+        return Branching(nn.Linear(8, 3), nn.Dropout(0.3))
+
+    (one, first), (two, second) = pair(branching, "DPSGD")
+    step = second.graphed(flat, rows(99))
+    assert step.captured
+    for k, factor in enumerate((1, 1000, 1)):
+        x, y = rows(k)
+        torch.manual_seed(k)
+        eagerly(one, first, (x * factor, y), flat)
+        torch.manual_seed(k)
+        if factor > 1:
+            with pytest.warns(UserWarning, match="Python decides by the numbers of this batch another way"):
+                step(x * factor, y)
+        else:
+            step(x, y)
+        assert_equal(one, two)
+    assert (step.replayed, step.eager) == (2, 1)
 
 
 def test_where_nothing_is_captured_the_step_is_replayed_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,3 +233,21 @@ def test_cuda_graphs_give_python_s_steps(name: str, dropout: float, monkeypatch:
         for p, q in zip(one.parameters(), two.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
     assert step.replayed == 8
+
+
+@GPU
+def test_cuda_graphs_draw_new_masks() -> None:
+    _, (model, optimizer) = pair(on_gpu(lambda: mlp(0.5)), "DPSGD", lr=0.0)
+    x, y = (t.cuda() for t in rows(0))
+    step = optimizer.graphed(flat, (x, y))
+    assert step.captured and len({float(step(x, y)) for _ in range(5)}) == 5
+
+
+@GPU
+def test_gradients_of_an_earlier_launch_are_refused() -> None:
+    _, (model, optimizer) = pair(on_gpu(mlp), "DPSGD")
+    step = optimizer.graphed(flat, tuple(t.cuda() for t in rows(99)))
+    earlier = step.loss(*(t.cuda() for t in rows(0)))
+    step.loss(*(t.cuda() for t in rows(1)))
+    with pytest.raises(StepError, match="which has overwritten them"):
+        earlier.backward()

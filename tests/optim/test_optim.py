@@ -158,3 +158,36 @@ def test_explain_is_a_table_in_notebooks():
     assert shown == [text] and type(shown[0]) is str  # IPython without HTML
     for same in (copy.copy(text), copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
         assert same == text and same._repr_html_() == text._repr_html_()
+
+
+def test_checkpoint_and_resume_is_the_same_run():
+    def fresh():
+        model = model_of()
+        return model, fastdp.DPAdamW(
+            model, lr=0.05, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1, seed=7
+        )
+
+    model, optimizer = fresh()
+    steps(optimizer, model, 2)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    steps(optimizer, model, 2)
+    other, resumed = fresh()
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    steps(resumed, other, 2)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.history == optimizer.history == [(1.0, 0.1, 4)]
+
+
+def test_closure():
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=6)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(data()).square().sum(1).mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0 and len(optimizer.history) == 1

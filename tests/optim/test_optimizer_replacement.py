@@ -235,3 +235,14 @@ def test_privatize_replaces_too():
         made = fastdp.privatize(plain, model, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
     assert made.history == [(1.0, 0.1, 1)] and seen[0].filename == __file__
     steps(made, model, 1)
+
+
+def test_units_of_privacy_do_not_mix():
+    model = model_of()
+    first = private(model)
+    steps(first, model, 1)
+    with replaced("1 noised"):
+        second = private(model)
+    second.group_by([0, 0, 1, 1, 2, 2])
+    with pytest.raises(StepError, match="no one epsilon holds for both"):
+        backward(model, data())

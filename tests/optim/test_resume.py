@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.errors import StepError
+from fastdp.errors import FastDPError, StepError
 
 from ..runs import backward, data, model_of
 
@@ -128,3 +128,18 @@ def test_without_the_key_the_noise_is_new():
         outcomes.append(train(again, other, resumed, 1)[0][0])
     assert torch.equal(outcomes[2], whole[2])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(outcomes, 2))
+
+
+@pytest.mark.parametrize("name, value", [
+    ("noise_multiplier", float("nan")), ("noise_multiplier", -1.0), ("noise_multiplier", float("inf")),
+    ("history", [(-1.0, 0.5, 3)]), ("history", [(1.0, 1.5, 3)]), ("history", [(1.0, 0.5, -3)]), ("max_grad_norm", -1.0),
+])  # fmt: skip
+def test_a_damaged_state_changes_nothing(name, value):
+    optimizer = optimizer_of(model_of())
+    before = optimizer.state_dict()["fastdp"]
+    state = copy.deepcopy(optimizer.state_dict())
+    state["fastdp"] |= {"missed": {"skipped": 5, "passes": 2}, name: value}
+    with pytest.raises((FastDPError, ValueError)):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["fastdp"] == before
+    optimizer.detach()
