@@ -97,3 +97,38 @@ def test_clipping_functions_have_their_formulas():
     assert fastdp.ops.clip_factors(norms.square(), 1.0, "automatic", gamma=0)[0] == 0
     with pytest.raises(ValueError, match="local"):
         fastdp.ops.clip_factors(norms, 1.0, "other")
+
+
+FORMULAS = {
+    "local": lambda n, r: min(1.0, r / n),
+    "global": lambda n, r: float(n <= r),
+    "automatic": lambda n, r: r / (n + 0.01),
+}
+
+
+@pytest.mark.parametrize("style", ["flat", "layerwise"])
+@pytest.mark.parametrize("clipping", FORMULAS)
+def test_a_step_is_the_sum_of_samples_gradients_times_their_factors(clipping: str, style: str) -> None:
+    """By the formulas, of norms of one-sample backwards: some above the clipping norm, some below."""
+    model, x = model_of(), data() * torch.tensor([0.01, 0.05, 0.3, 1.0, 3.0, 9.0])[:, None]
+    parameters = list(model.parameters())
+    alone = [torch.autograd.grad(model(row[None]).square().sum(), parameters) for row in x]
+    layers = [parameters] if style == "flat" else [parameters[:2], parameters[2:]]
+    bound = 1.0 / math.sqrt(len(layers))
+    want, seen = [torch.zeros_like(p, dtype=torch.float64) for p in parameters], set()
+    for grads in alone:
+        for layer in layers:
+            mine = [k for k, p in enumerate(parameters) if any(p is q for q in layer)]
+            norm = math.sqrt(sum(float(grads[k].double().square().sum()) for k in mine))
+            seen.add(norm > bound)
+            for k in mine:
+                want[k] += FORMULAS[clipping](norm, bound) * grads[k].double()
+    assert seen == {True, False}
+    before = [p.detach().clone() for p in parameters]
+    optimizer = fastdp.DPSGD(
+        model, lr=1.0, noise_multiplier=0.0, max_grad_norm=1.0, clipping=clipping, style=style, loss_reduction="sum"
+    )
+    model(x).square().sum().backward()
+    optimizer.step()
+    for was, now, total in zip(before, parameters, want, strict=True):
+        torch.testing.assert_close((was - now).double(), total, rtol=1e-4, atol=1e-5)
