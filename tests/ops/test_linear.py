@@ -307,3 +307,18 @@ def test_which_tiles_are_chosen(backend: str) -> None:
     # the tiles of 768 -> 3072 are 144 on 132 multiprocessors: of one group they would run for two samples' time
     assert clipped.splits(8, 512, 144, 132) > 1 == clipped.splits(8, 512, 36 * 144, 132)
     assert clipped.splits(8, 512, 4, 132) == 8 and clipped.splits(1, 512, 4, 132) == 1
+
+
+@pytest.mark.parametrize("backend", TRITON[1:], indirect=True)
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_are_added_to_memory_of_any_strides(backend: str, parts: int) -> None:
+    """Sums of groups of samples, one after the other, where strides are not the result's; dropped samples hold NaN."""
+    from fastdp.kernels import clipped, tiles
+
+    a, g = data(5, 37, 37, 50, torch.bfloat16)
+    c = torch.tensor([0.3, 0.0, 1.7, 0.01, 0.0])
+    exact = weighted(truth(a, g), c)
+    a[1], g[4, 0, 3] = float("nan"), float("inf")
+    out = torch.ones(37, 50).mT
+    assert clipped.linear_clipped_sum(a, g, c, out, tile=tiles.Tile(16, 16, 16, 4, 1), parts=parts) is out
+    assert_sums(out, exact + 1, exact.float() + 1)
