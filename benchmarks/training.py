@@ -1,8 +1,7 @@
-"""Time, memory and largest batch of a private step, against ordinary training, every Opacus mode and the floor.
+"""Time and memory of a private step, against ordinary training, every Opacus mode and the floor.
 
     python -m benchmarks.training --suite cpu|gpu|quick [--models gpt bert ...] [--contenders fastdp ...]
         [--rounds 9] [--time-limit 60] [--patience 1] [--sweep batch|length|none] [--no-memory | --memory-here]
-        [--largest-batch]
         [--dtype float32 bfloat16] [--out DIR]
 
 Before anything is timed, the gradient of each contender without noise is compared with the truth, taken one sample at a
@@ -31,18 +30,18 @@ import torch
 from .contenders import CONTENDERS, DEFAULT
 from .exactness import Verdict, judge
 from .floor import floor
-from .memory import Job, Peak, largest, peaks
+from .memory import Job, Peak, peaks
 from .steps import OUT, Place, Progress, Run, grouped, guessed_mib, interleaved, room_mib
 from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
 from .timing import FACTS, Row, append, keep_memory, require_kernels, roofs, show, versions
 
 COLUMNS = (
     "suite", "sweep", "workload", "contender", "batch_size", "length", "dtype", "status", "why", "ratio", "floor",
-    "of_floor", "step_ms", "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch",
-    "largest_batch_ratio", "error", "error_dtype", *FACTS,
+    "of_floor", "step_ms", "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio",
+    "error", "error_dtype", *FACTS,
 )  # fmt: skip
 SHOWN = ("workload", "contender", "batch_size", "length", "dtype", "status", "ratio", "floor", "of_floor", "step_ms",
-         "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch", "error")  # fmt: skip
+         "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "error")  # fmt: skip
 BASE = "non-private"
 TYPES = ("float32", "bfloat16", "float16")
 DEFAULT_TYPES = {"cpu": ("float32",), "quick": ("float32",), "gpu": ("float32", "bfloat16")}
@@ -52,15 +51,13 @@ STARTING = 60.0  # seconds that a fresh process may take beside its steps
 
 @dataclass
 class Options:
-    """How to measure; limit: seconds for each contender and workload, memory_limit: MiB for the largest batch."""
+    """How to measure; limit: seconds for each contender and workload."""
 
     names: Sequence[str] = DEFAULT
     rounds: int = 9
     limit: float = math.inf
     memory: bool = True
     here: bool = False  # on a GPU: memory by its allocator, in this process
-    largest: bool = False
-    memory_limit: float = 4096.0
     roof: tuple[float, float] = (1.0, 1.0)
     sweep: str = "-"
     progress: Progress = field(default_factory=Progress)
@@ -73,11 +70,10 @@ class Found(NamedTuple):
     runs: dict[str, Run]
     bases: dict[str, Run]  # ordinary training in the contender's group
     peaks: dict[str, Peak]
-    largest: dict[str, tuple[int, str]]
 
 
 def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = None) -> Found:
-    """Check, then memory, then time, then the largest batch; verdicts: of the same workload at another size."""
+    """Check, then memory, then time; verdicts: of the same workload at another size."""
     work, place, limit, progress = job.work(), job.place(), options.limit, options.progress
     if verdicts is None:
         progress.phase(0.0, f"{job.workload}: is every contender right?")
@@ -103,13 +99,7 @@ def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = No
         bases |= {name: found[BASE] for name in part if BASE in found and name not in bases}
     if options.here:
         mib = {name: Peak(run.peak_mib) for name, run in runs.items() if run.peak_mib is not None}
-    timed = [name for name in runs if runs[name].status == "ok" and CONTENDERS[name].resident]
-    bound = room_mib(place) / 0.9 if place.device.type == "cuda" else options.memory_limit
-    most = {}
-    for name in timed if options.largest else ():
-        progress.phase(0.9, f"{job.workload}: largest batch of {name}")
-        most[name] = largest(job, name, bound, seconds)
-    return Found(verdicts, runs, bases, mib, most)
+    return Found(verdicts, runs, bases, mib)
 
 
 def rows_of(job: Job, options: Options, verdicts: dict[str, Verdict] | None = None) -> list[Row]:
@@ -139,13 +129,6 @@ def row_of(job: Job, sweep: str, name: str, found: Found, least: float | None) -
         row |= _times(run.times, found.bases.get(name), least if private else None)
     if status == "ok" and peak is not None:
         row |= _memory(peak, found.peaks.get(BASE))
-    if status == "ok" and name in found.largest:
-        most, note = found.largest[name]
-        row["largest_batch"] = most
-        if found.largest.get(BASE, (0, ""))[0]:
-            row["largest_batch_ratio"] = f"{most / found.largest[BASE][0]:.2f}"
-        if note:
-            row["why"] = f"largest batch: {note}"
     return row
 
 
@@ -197,8 +180,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     memory.add_argument(
         "--memory-here", action="store_true", help="on a GPU: by its allocator, without other processes"
     )
-    parser.add_argument("--largest-batch", action="store_true", help="in --memory-limit, on a GPU in all of its memory")
-    parser.add_argument("--memory-limit", type=float, default=4.0, help="GiB of a process on the CPU")
     parser.add_argument("--dtype", nargs="+", choices=TYPES)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the suite's")
     parser.add_argument("--small", action="store_true", help="the small variants, to try the benchmark")
@@ -229,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name.startswith("fastdp"):
             CONTENDERS[name] = CONTENDERS[name]._replace(patience=max(told.patience, CONTENDERS[name].patience))
     options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.memory_here,
-                      told.largest_batch, 1024 * told.memory_limit, sweep=told.sweep.replace("none", "-"),
+                      sweep=told.sweep.replace("none", "-"),
                       progress=Progress(len(wanted)))  # fmt: skip
     rows: list[Row] = []
     for dtype in types:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import contenders, exactness, memory, steps, suites, timing, training
+from benchmarks import contenders, exactness, memory, steps, suites, training
 from benchmarks.contenders import CONTENDERS, DEFAULT, Contender, Step
 from benchmarks.models import Workload, class_losses
 from benchmarks.suites import SMALL
@@ -20,11 +20,6 @@ pytestmark = pytest.mark.slow  # `make test-all` runs it
 
 OURS = [name for name in DEFAULT if name.startswith("fastdp")]
 CPU16 = steps.Place(torch.device("cpu"), torch.bfloat16)
-CONTRACT = (
-    "suite,sweep,workload,contender,batch_size,length,dtype,status,why,ratio,floor,of_floor,step_ms,p20_ms,p80_ms,rounds,"
-    "peak_mib,memory_ratio,largest_batch,largest_batch_ratio,error,error_dtype,device,threads,torch,triton,opacus,fastdp,"
-    "commit,date"
-)
 
 
 def tiny(batch_size: int = 4) -> Workload:
@@ -160,9 +155,7 @@ def _absent(model: nn.Module) -> nn.Module:
     raise contenders.NotApplicable("not installed")
 
 
-def test_a_wrong_contender_gets_no_time_and_a_failure_is_said(
-    known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrong_contender_gets_no_time_and_a_failure_is_said(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {
         "unclipped": Contender(contenders.nonprivate), "one percent": Contender(_one_percent_long),
         "other loss": Contender(_tenth_of_the_loss), "local for global": Contender(contenders.ours(), "global"),
@@ -188,10 +181,9 @@ def test_a_wrong_contender_gets_no_time_and_a_failure_is_said(
     assert said == {"broken": ("raises", "NotImplementedError: no rule for this model"),
                     "memory": ("out of memory", "out of memory"),
                     "absent": ("not applicable", "not installed")}  # fmt: skip
-    timing.append(tmp_path / "x.csv", found, training.COLUMNS)
-    committed = [Path(training.__file__).with_name("data") / f"training_{device}.csv" for device in ("cpu", "cuda")]
-    for path in (tmp_path / "x.csv", *committed):
-        assert path.read_text().splitlines()[0] == CONTRACT
+    for device in ("cpu", "cuda"):  # the kept rows have all columns
+        kept = Path(training.__file__).with_name("data") / f"training_{device}.csv"
+        assert set(training.COLUMNS) <= set(kept.read_text().splitlines()[0].split(","))
 
 
 # ---------------------------------------------------------------------- limits
@@ -229,21 +221,6 @@ def test_contenders_that_do_not_fit_together_run_in_groups(known: None, monkeypa
     options = training.Options(["non-private", "fastdp", "fastdp global"], 2, memory=False)
     bases = training.measure(memory.Job("cpu", "tiny"), options).bases
     assert bases["fastdp"] is not bases["fastdp global"]
-
-
-@pytest.mark.parametrize(("fixed", "each"), [(300.0, 38.5), (5.0, 0.9), (3990.0, 20.0), (0.0, 1700.0)])
-def test_the_largest_batch_is_found(fixed: float, each: float) -> None:
-    asked: list[int] = []
-
-    def needs(size: int) -> float:
-        asked.append(size)
-        return fixed + each * size + 3 * (size % 2)  # not quite a line
-
-    best = memory.largest_batch(needs, 4096, 8)
-    true = max(b for b in range(1, 5000) if fixed + each * b + 3 * (b % 2) <= 4096)
-    assert 0.97 * true - 1 <= best <= true and len(asked) <= 8, (best, true, asked)
-    # memory runs out below what its line predicts
-    assert abs(memory.largest_batch(lambda size: 10.0 * size if size <= 37 else None, 4096, 4, 12) - 37) <= 1
 
 
 def test_peaks_are_those_of_fresh_processes() -> None:
