@@ -230,7 +230,7 @@ def page(text: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
     blocks = {name: experiment(name, metrics, asked, rows) for name, metrics in SHOWN.items()}
     blocks |= {name: crossed(name, metrics, asked, rows) for name, metrics in CROSSED.items()}
     blocks |= {"accounting": accounting(asked, rows), "membership": membership(asked, rows)}
-    blocks |= dp_loss_report.blocks(DATA, table)
+    blocks |= dp_loss_report.blocks(DATA)
     for name, body in blocks.items():
         text = between(text, name, body)
     return text

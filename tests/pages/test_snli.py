@@ -94,16 +94,6 @@ def test_with_its_pooler_the_model_is_exact():
     assert report.ok, str(report)
 
 
-def test_lines_of_other_files_are_refused(tmp_path):
-    path = tmp_path / "snli_dev.tsv"
-    path.write_text('neutral\tA "man .\tA dog .\ncontradiction\tB .\tC .\n')
-    pairs, labels = pretrained.read_pairs(path)
-    assert pairs == [('A "man .', "A dog ."), ("B .", "C .")] and labels.tolist() == [1, 2]
-    path.write_text("neutral\tA .\tB .\n-\tA .\tB .\n")
-    with pytest.raises(ValueError, match="snli_dev.tsv, line 2"):
-        pretrained.read_pairs(path)
-
-
 def test_rescaled_moments_make_a_jump_of_r_invisible():
     """All gradients are clipped: with another R they are only longer, and Adam's steps are the same."""
     found = []
