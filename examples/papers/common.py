@@ -15,9 +15,7 @@ from the operating system, always, so that a run's epsilon holds; the last digit
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
-import io
 import math
 import re
 import shlex
@@ -33,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples run from a checkout, where benchmarks/ is
 
-from benchmarks.timing import commit
+from benchmarks.timing import append, commit
 from examples.papers.images import Images, cifar10, fashion_mnist, mnist, need, subset  # noqa: F401  for the scripts
 from fastdp.accounting import ACCOUNTANTS, epsilon_of
 
@@ -147,28 +145,15 @@ def rows(options: Any, experiment: str, case: str, mode: str, seed: int | str, m
 def write(out: Path, found: Sequence[Row]) -> None:
     """Append rows to a CSV file of the columns COLUMNS, blank where a row has none.
 
-    Threads, torch, commit and date are filled in. One write of whole lines, so that runs side by side keep theirs.
-    Raises ValueError on a column that is not of COLUMNS, or a file with others.
+    Threads, torch, commit and date are filled in. Raises ValueError on a column that is not of COLUMNS.
     """
     known = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": COMMIT,
              "date": datetime.date.today().isoformat()}  # fmt: skip
     for row in found:
         if wrong := [name for name in row if name not in COLUMNS]:
             raise ValueError(f"no column of a result: {', '.join(wrong)} (columns: {', '.join(COLUMNS)})")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = not out.exists() or not out.stat().st_size
-    if not new:
-        with out.open(newline="", encoding="utf-8") as file:
-            if (header := next(csv.reader(file))) != list(COLUMNS):
-                raise ValueError(f"{out} has other columns: {', '.join(header)}; name another file as --out")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-    if new:
-        writer.writeheader()
-    for row in found:
-        writer.writerow({name: _plain(value) for name, value in {**known, **row}.items()})
-    with out.open("a", newline="", encoding="utf-8") as file:
-        file.write(text.getvalue())
+    blank = dict.fromkeys(COLUMNS, "")
+    append(out, [{n: _plain(v) for n, v in {**blank, **known, **row}.items()} for row in found], COLUMNS)
 
 
 def _plain(value: Any) -> Any:

@@ -212,17 +212,6 @@ def test_a_contender_whose_step_takes_too_long_is_out_of_time(monkeypatch: pytes
     assert exactness.judge(["asleep"], tiny(), limit=0.3)["asleep"].status == "out of time"
 
 
-def test_contenders_that_do_not_fit_together_run_in_groups(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with ordinary training of its own, which it is compared with."""
-    needs = {"non-private": 10.0, "a": 30.0, "b": 40.0, "c": 30.0, "d": 500.0}
-    found = steps.grouped(list(needs), needs, 80)
-    assert found == [["non-private", "a", "b"], ["non-private", "c"], ["non-private", "d"]]
-    monkeypatch.setattr(training, "room_mib", lambda place: 1e-6)
-    options = training.Options(["non-private", "fastdp", "fastdp global"], 2, memory=False)
-    bases = training.measure(memory.Job("cpu", "tiny"), options).bases
-    assert bases["fastdp"] is not bases["fastdp global"]
-
-
 def test_peaks_are_those_of_fresh_processes() -> None:
     job = memory.Job("quick", "mnist-cnn", small=True)
     found = memory.peaks(job, ["non-private compiled", "fastdp"])
@@ -241,14 +230,3 @@ def test_a_run_writes_workload_by_workload(known: None, tmp_path: Path) -> None:
     assert found == [("quick", "-", w, c, t) for w, t in (("mnist-cnn", "28"), ("lstm", "9")) for c in both] + [
         ("quick", "length", "gpt", c, str(t)) for t in suites.LENGTHS["quick"] for c in both
     ]
-
-
-def test_memory_of_one_process_is_each_contenders_own(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the allocator's peak, without what was held before the contender was built."""
-    held = iter([100 * 2**20, 400 * 2**20])
-    monkeypatch.setattr(steps, "held_bytes", lambda place: next(held))
-    monkeypatch.setattr(steps, "peak_since", lambda place, before: 1000.0 - before / 2**20)
-    options = training.Options(["non-private", "fastdp"], 2, here=True)
-    rows = {row["contender"]: row for row in training.rows_of(memory.Job("cpu", "tiny"), options)}
-    assert [rows[name]["peak_mib"] for name in ("non-private", "fastdp")] == ["900", "600"]
-    assert rows["fastdp"]["memory_ratio"] == "0.67"

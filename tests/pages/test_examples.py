@@ -146,22 +146,6 @@ def test_head_on_kept_features_is_the_whole_model(data: Path) -> None:
     torch.testing.assert_close(model.head(kept[:5]), model(x[:5]))
 
 
-def test_padding_has_no_part_in_the_loss(data: Path) -> None:
-    model, tokenizer = tiny_sentences("", "full", 0)
-    rows = sst2.by_length(sst2.read(data / sst2.FILES[0], tokenizer))
-    batch = sst2.collate([rows[0], rows[-1]])
-    assert batch[1].sum(1).tolist() == [len(rows[0][0]), len(rows[-1][0])] and len(rows[0][0]) < len(rows[-1][0])
-    together = sst2.losses(model.eval(), batch)
-    alone = torch.cat([sst2.losses(model, sst2.collate([row])) for row in (rows[0], rows[-1])])
-    torch.testing.assert_close(together, alone)
-
-
-def test_held_out_works_are_not_trained_on(data: Path) -> None:
-    text, held = shakespeare.read(data)
-    assert "two_gut.txt" in text and "one_gut.txt" in held and "gut_f" not in text + held
-    assert shakespeare.blocks(text, Tokenizer(), 7).shape[1] == 7
-
-
 def test_what_is_missing_is_said_with_where_to_get_it(tmp_path: Path) -> None:
     for main, word in ((sst2.main, "glue"), (cifar10.main, "cifar10"), (shakespeare.main, "Gutenberg")):
         with pytest.raises(SystemExit, match=word):

@@ -138,20 +138,6 @@ def test_without_the_extension_nothing_else_runs_unless_asked_for(device: Device
     assert code == 0 and other.summary().count("passed without fastdp._CUDA") == 2, printed
 
 
-def test_carried_wheels_are_installed_where_opacus_is_not(device: Device, tmp_path: Path) -> None:
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    settings = {"WHEELS": str(wheels), "STAGES": "build"}
-    device.run(3, **settings)
-    assert " pip " not in device.calls.read_text()
-    (wheels / "opacus-1.6.0-py3-none-any.whl").touch()
-    device.run(3, STUB_OPACUS="1", **settings)
-    assert " pip " not in device.calls.read_text()
-    device.run(3, **settings)
-    line = next(line for line in device.calls.read_text().splitlines() if " pip " in line)
-    assert "--no-index" in line and line.endswith("opacus-1.6.0-py3-none-any.whl") and f"{device.work}/site" in line
-
-
 def test_caches_are_made_without_a_gpu(device: Device, tmp_path: Path) -> None:
     archive = tmp_path / "carried" / "caches.tar.gz"
     code, printed = device.run(3, mode="--prepare", CACHES=str(archive))
@@ -203,13 +189,6 @@ def test_a_stage_at_its_limit_has_written_its_file(stage: str, device: Device) -
     assert (device.out / file).read_text() and "line 1" in (device.out / "gpu_log.txt").read_text()
     if stage == "tests":  # SIGINT came through, and the report was written; of two tests
         assert ElementTree.parse(device.out / file).getroot()[0].get("tests") == "2"
-
-
-def test_a_program_that_ignores_the_signal_is_killed_and_the_next_stages_run(device: Device) -> None:
-    settings = dict(STAGES="build kernels host", STUB_SLOW="benchmarks.kernels", STUB_DEAF="1", SECONDS_IN_ALL="4")
-    code, _ = device.run(2, **settings)
-    assert code == 1 and device.summary().count("no time left") == 1
-    assert (device.out / "kernels_cuda.csv").read_text().splitlines() == [f"benchmarks.kernels,{k}" for k in range(2)]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)

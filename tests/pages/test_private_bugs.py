@@ -110,20 +110,6 @@ def test_missing_data_is_said_with_where_to_get_it(tmp_path):
             bugs.main(["--networks", network])
 
 
-def test_expected_verdicts():
-    tests = ("no_clipping", "minibatch_clipping", "uncalibrated_noise")
-    found = {kind: [bugs.expected(kind, test) for test in tests] for kind in networks.KINDS if "no noise" not in kind}
-    either = "ok or not tested"
-    assert found == {
-        "per-example": ["ok", "ok", "ok"], "no clipping": ["bug", either, either], "mini-batch": ["ok", "bug", "ok"],
-        "per-example, uncalibrated": ["ok", "ok", "bug"], "mini-batch, uncalibrated": ["ok", "bug", "bug"],
-        "no clipping, uncalibrated": ["bug", either, "bug"],
-    }  # fmt: skip
-    noise = {bugs.expected(kind, "noise_distribution", "paper") for kind in networks.KINDS if "," in kind}
-    assert noise == {"bug"} and bugs.expected("no clipping", "uncalibrated_noise", "paper", "adam") == "ok"
-    assert bugs.expected("no clipping, no noise", "uncalibrated_noise", "fastdp", "adam") == "bug or not tested"
-
-
 # ---------------------------------------------------------------------- networks and data
 
 

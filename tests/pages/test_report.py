@@ -108,25 +108,6 @@ def test_what_the_last_run_did_not_measure_is_kept() -> None:
         assert group["fastdp"]["memory_ratio"] == "-"
 
 
-def test_rows_are_read_from_every_file_of_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "training_cpu.csv", four("gpt2", 1.2, 2.2))
-    write(tmp_path / "training_cuda.csv", four("gpt2", 1.1, 2.2, suite="gpu", device="H100"))
-    write(tmp_path / "training_cpu_before.csv", four("bert", 1.2, 2.2))
-    write(tmp_path / "training_old.csv", four("vit-b16", 1.2, 2.2), ("workload", "contender", "ratio"))
-    rows = data.read(tmp_path)
-    assert {r["workload"] for r in rows} == {"gpt2"} and len(rows) == 8
-    assert "training_old.csv is passed over" in capsys.readouterr().err
-
-
-def test_the_readme_is_of_the_machine_with_most_workloads() -> None:
-    full = cases(four("gpt2", 1.2, 2.2), four("bert", 1.3, 2.2))
-    stray = cases(four("gpt2", 3.3, 2.2, threads="1", date="2026-11-22"))
-    text = report.summary(full | stray, 9)
-    assert "2 threads" in text and "3.30" not in text and "3.30" in report.sections(full | stray)
-    newer = cases(four("gpt2", 1.1, 2.2, device="new", date="2026-11-22"), four("bert", 1.1, 2.2, device="new"))
-    assert "On new, 2 threads" in report.summary(full | newer, 9)
-
-
 # ---------------------------------------------------------------------- what the tables say
 
 
