@@ -9,8 +9,8 @@ time: a wrong contender gets no time (`benchmarks.exactness`). Steps of all cont
 process; medians and 20 and 80 percentiles (`benchmarks.steps`). The C library's allocator keeps freed memory, for all
 (--system-allocator: as it is). Peak memory is that of a fresh process for each (`benchmarks.memory`), or with
 --memory-here, on a GPU, what the allocator tells of each within the one process. `floor` is the least that an exact
-step can cost (`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or training_cuda.csv in DIR. 16-bit
-types mean weights, gradients and optimizer state of that type, for all contenders.
+step can cost (`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or training_cuda.csv in
+DIR. 16-bit types mean weights, gradients and optimizer state of that type, for all contenders.
 """
 
 from __future__ import annotations

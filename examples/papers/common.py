@@ -20,7 +20,6 @@ import math
 import re
 import shlex
 import sys
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,6 @@ from fastdp.accounting import ACCOUNTANTS, epsilon_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = commit()  # of the code that runs: hours later the checkout may be at another
-BEGUN = time.monotonic()
 MODES = ("quick", "short", "full")  # two minutes; less than the paper's setting, as the row says; the paper's
 COLUMNS = (
     "experiment", "case", "mode", "seed", "metric", "value", "train_records", "epochs", "steps", "batch", "sigma",
@@ -64,8 +62,6 @@ class Parser(argparse.ArgumentParser):
         for name in ("epochs", "records", "test_records", "steps", "networks"):
             if getattr(found, name, None) is not None and not getattr(found, name) > 0:
                 self.error(f"--{name.replace('_', '-')} must be positive")
-        if found.minutes is not None and (found.checkpoints is None or not found.minutes > 0):
-            self.error("--minutes must be positive, and needs --checkpoints DIR")
         if getattr(found, "draw", False) and found.plots is None:
             self.error("--draw needs --plots DIR, to draw into")
         try:
@@ -94,28 +90,24 @@ def parser(description: str, stem: str, full: str = "", draw: bool = False) -> P
     made.add_argument("--out", type=Path, default=ROOT / "benchmarks/data" / f"papers_{made.stem}.csv",
                       help="rows of results are added to this CSV file")  # fmt: skip
     made.add_argument("--plots", type=Path, help="write pictures (PNG) into this folder; needs matplotlib")
-    made.set_defaults(device="cpu", checkpoints=None, minutes=None, full=False)
+    made.set_defaults(device="cpu", checkpoints=None, full=False)
     if full:
         made.add_argument("--full", action="store_true", help=full)
         made.add_argument("--device", default="cpu", help="of torch, such as cuda; data and models lie there")
         made.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep each run in this folder, go on with "
                           "what is there, and leave out what is done")  # fmt: skip
-        made.add_argument(
-            "--minutes", type=float, help="with --checkpoints: stop after so long; the same command goes on"
-        )
     if draw:
         made.add_argument("--draw", action="store_true", help="train nothing: draw the pictures of the rows in --out")
     return made
 
 
 def command_of(stem: str, given: Sequence[str]) -> str:
-    """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache FILE; no --out, --plots
-    and --minutes."""
+    """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache FILE, --plots."""
     kinds = {"--data": "DIR", "--checkpoints": "DIR", "--cache": "FILE", "--cells": "FILE"}
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
-        if name in (*kinds, "--out", "--plots", "--minutes"):
+        if name in (*kinds, "--out", "--plots"):
             if not value and rest:
                 rest.pop(0)
             words += [f"{name} {kinds[name]}"] if name in kinds else []
@@ -166,10 +158,6 @@ def _plain(value: Any) -> Any:
 # ---------------------------------------------------------------------- checkpoints
 
 
-class Stopped(Exception):
-    """The time that was given is over; the state is kept."""
-
-
 class Checkpoint:
     """The file of one run of --checkpoints, or nothing.
 
@@ -184,7 +172,6 @@ class Checkpoint:
         mark = f"{zlib.crc32(repr(sorted(setting.items())).encode()):08x}"
         folder, plain = options.checkpoints, re.sub(r"[^\w.=-]+", "_", name)
         self.path = None if folder is None else folder / f"{plain}_{mark}.pt"
-        self._until = float("inf") if options.minutes is None else BEGUN + 60 * options.minutes
         self.state: dict[str, Any] = {}  # what was kept last
         if self.path is not None and self.path.exists():
             self.state = torch.load(self.path, map_location=options.device, weights_only=True)
@@ -193,10 +180,6 @@ class Checkpoint:
     def done(self) -> bool:
         """Whether the run ended, and its rows were written."""
         return bool(self.state.get("done"))
-
-    def over(self) -> bool:
-        """Whether the time that was given is."""
-        return self.path is not None and time.monotonic() > self._until
 
     def keep(self, **state: Any) -> None:
         """Keep plain values and tensors, all or nothing; with done=True: the run is over, and its rows are written."""
@@ -242,11 +225,7 @@ def drive(options: Any, experiment: str, cases: Mapping[str, Mapping[str, Any]],
             if kept.done:
                 print(f"{name}, seed {seed}: done before", flush=True)
             else:
-                try:
-                    run(name, seed, kept, tell)
-                except Stopped:
-                    print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
-                    return written
+                run(name, seed, kept, tell)
                 kept.keep(done=True)
             if seen is not None:
                 seen(name, kept)

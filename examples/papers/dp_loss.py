@@ -1,7 +1,7 @@
 """The loss paper's experiments: cross-entropy against DPLoss at epsilon < 3, and each of its terms.
 
     python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10 ...] [--losses ...]
-        [--seeds N] [--epochs N] [--checkpoints DIR] [--device cuda] [--minutes M] [--full] [--looks] [--plots DIR]
+        [--seeds N] [--epochs N] [--checkpoints DIR] [--device cuda] [--full] [--looks] [--plots DIR]
 
 After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (2023): networks of Tables
 1 to 4, settings of Tables 5 and 6, momentum 0.9, local clipping with R = 0.1. The paper does not state delta (here:

@@ -90,11 +90,9 @@ for line in "${experiments[@]}"; do
     echo "the time is over before $name: the same call goes on"
     break
   fi
-  words+=(--minutes "$(awk "BEGIN { print $seconds / 60 }")")
   mkdir -p "$kept/rows" "$kept/checkpoints"
   echo "== $name ($seconds s left): ${words[*]}"
-  # a run that looks at the clock too seldom is ended: it goes on from its last checkpoint
-  timeout --signal=TERM "$((seconds + 30))" "${words[@]}" &
+  timeout --signal=TERM "$seconds" "${words[@]}" &
   child=$!
   wait "$child"
   code=$? child=

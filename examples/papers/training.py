@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import fastdp
-from examples.papers.common import Checkpoint, Stopped
+from examples.papers.common import Checkpoint
 from fastdp.calibration import calibration
 from fastdp.sampling import current
 from fastdp.utils.progress_bar import Bar
@@ -74,8 +74,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
         forward: forward(model, batch) -> mean loss, in the place of loss(model(*inputs), labels) on (*inputs, labels).
         before: called with the number of logical steps done before each of them (schedules).
         note: called with the Run until then after each pass, before its state is kept.
-        kept: where the state is kept after each pass, or after every `keep` logical steps; raises Stopped after that
-            once the time is over.
+        kept: where the state is kept after each pass, or after every `keep` logical steps.
         more: plain values that belong to the run's state; filled from the checkpoint.
         lines: print a line a pass where no one watches a progress bar.
 
@@ -127,9 +126,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
             bar.at(done, text)
             if done == steps:
                 break
-            if kept is not None and keep and (done % keep == 0 or kept.over()):
+            if keep and done % keep == 0:
                 save()
-                _check(kept)
         losses.append(total / max(count, 1))
         if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
             raise FloatingPointError(f"{text or 'training'}: weights are not finite after {done} steps: a smaller lr")
@@ -140,14 +138,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
             note(now())
         if not keep or done == steps:
             save()  # before its rows: where this ends between the two, they are written of the same run
-        if kept is not None and done < steps:
-            _check(kept)
     return now()
-
-
-def _check(kept: Checkpoint) -> None:
-    if kept.over():
-        raise Stopped
 
 
 def _beyond(optimizer: Any) -> tuple[int, int]:

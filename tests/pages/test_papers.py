@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 
 import pytest
@@ -83,8 +84,8 @@ def test_the_papers_epsilons_by_gdp_to_two_decimals(tmp_path):
 def test_help_and_wrong_arguments(capsys, tmp_path):
     for wrong, words in ((["--cases", "locale"], "no case 'locale'; there are: local"),
                          (["--epochs", "-1"], "--epochs must be positive"), (["--seeds", "0"], "--seeds must be 1"),
-                         (["--draw"], "--draw needs --plots"), (["--device", "abacus"], "--device abacus: "),
-                         (["--minutes", "3"], "needs --checkpoints DIR")):  # fmt: skip
+                         (["--draw"], "--draw needs --plots"),
+                         (["--device", "abacus"], "--device abacus: ")):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             mnist_cnn.main(wrong)
         assert words in capsys.readouterr().err
@@ -139,11 +140,19 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     """A pass in each process: the steps before count in epsilon and rows, momentum goes on; what is done is skipped."""
     case = next(case for case in mnist_cnn.CASES if case.name == "local, R = 1")._replace(momentum=0.9)
     monkeypatch.setattr(mnist_cnn, "SETTING", mnist_cnn.SETTING._replace(cases=(case,)))
-    monkeypatch.setattr(common.Checkpoint, "over", lambda self: True)
-    more = ["--epochs", "3", "--checkpoints", str(tmp_path / "kept"), "--minutes", "9"]
-    states, found = [], []
+    more = ["--epochs", "3", "--checkpoints", str(tmp_path / "kept")]
+    states, found, keep = [], [], common.Checkpoint.keep
+
+    def stopped(self, **state):
+        keep(self, **state)
+        if state.get("steps", 30) < 30:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(common.Checkpoint, "keep", stopped)
     for _ in range(4):
-        found.append(ran("mnist_cnn", tmp_path, monkeypatch, *more))
+        found.append([])
+        with contextlib.suppress(KeyboardInterrupt):
+            found[-1] = ran("mnist_cnn", tmp_path, monkeypatch, *more)
         states.append(torch.load(next((tmp_path / "kept").glob("*.pt")), weights_only=True))
     assert [state["steps"] for state in states] == [10, 20, 30, 30] and [len(f) > 0 for f in found] == [0, 0, 1, 0]
     assert [state.get("done", False) for state in states] == [False, False, True, True] and len(
@@ -154,5 +163,6 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     first, second = (state["optimizer"]["state"][0]["momentum_buffer"] for state in states[:2])
     assert not torch.equal(first, second) and 0 < states[2]["counts"][0] <= states[2]["counts"][1]
     assert "done before" in capsys.readouterr().out
-    ran("mnist_cnn", tmp_path, monkeypatch, *more, "--records", "50")
+    with contextlib.suppress(KeyboardInterrupt):
+        ran("mnist_cnn", tmp_path, monkeypatch, *more, "--records", "50")
     assert len(list((tmp_path / "kept").glob("*.pt"))) == 2  # another setting is another run
