@@ -44,40 +44,30 @@ def room_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def named(path: Path) -> Iterator[tuple[str, ...]]:
-    """What a file imports of the package, wherever it says so: modules, and names within them."""
+def imports(path: Path) -> Iterator[tuple[tuple[str, ...], int, bool]]:
+    """The names of the package that a file imports, lazily too, with their lines; whether for type checkers alone."""
     package = ("fastdp", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree, for_types = ast.parse(path.read_text()), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for_types |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        found: list[tuple[str, ...]] = []
         if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
+            found = [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             base = (*base, *(node.module.split(".") if node.module else ()))
-            yield base
-            yield from ((*base, alias.name) for alias in node.names)
+            found = [(*base, alias.name) for alias in node.names]
+        yield from ((parts, node.lineno, id(node) in for_types) for parts in found if parts[0] == "fastdp")
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """The rooms whose files a file imports, lazily too, with the lines; not those that only type checkers look at."""
-    package = ["fastdp", *path.relative_to(PACKAGE).parts[:-1]]
-    skipped: set[int] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            skipped |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = base + (node.module.split(".") if node.module else [])
-            found = [[*base, alias.name] for alias in node.names]
-        else:
-            continue
-        for parts in found:
-            if parts[0] == "fastdp":
-                inner = parts[1] if len(parts) > 1 else "__init__"
-                yield (inner if inner in FLOOR or inner in WITHIN else "__init__"), node.lineno
+    """The rooms whose files a file imports, with the lines; not those that only type checkers look at."""
+    for parts, line, for_types in imports(path):
+        if not for_types:
+            inner = parts[1] if len(parts) > 1 else "__init__"
+            yield (inner if inner in FLOOR or inner in WITHIN else "__init__"), line
 
 
 def test_rooms_import_only_what_lies_below() -> None:
@@ -97,7 +87,12 @@ def test_no_files_import_each_other() -> None:
     modules = {path.relative_to(PACKAGE.parent).with_suffix("").parts: path for path in files()}
     modules = {parts[:-1] if parts[-1] == "__init__" else parts: path for parts, path in modules.items()}
     below = {
-        parts: {found for found in named(path) if found in modules and found != parts and found != parts[: len(found)]}
+        parts: {
+            found
+            for name, *_ in imports(path)
+            for found in (name, name[:-1])
+            if found in modules and found not in (parts, parts[: len(found)])
+        }
         for parts, path in modules.items()
     }
     while free := {

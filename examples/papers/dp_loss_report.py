@@ -89,12 +89,10 @@ class Look(NamedTuple):
 
 LOOKS = (
     Look("norm of the last layer's weights", "Figures 1b, 5", True, column("weights")),
-    Look("norm of the last pre-activation", "Figure 5", True, column("pre_activations")),
     Look("norm of the logits", "Figures 1a, 5", True, column("logits")),
     Look("median norm of gradients", "Figures 1c, 6", True, column("norm_median"), early=True),
     Look("90 % of gradients have a norm below", "Figures 1c, 6", True, column("norm_p90"), early=True),
     Look("median cosine of clipped and unclipped sums", "Figure 7", False, median_of("cosine"), early=True),
-    Look("cosine at the epoch's last step", "Figure 7", False, column("cosine"), early=True),
     Look("largest singular value of the Hessian", "Figure 2, MNIST", True, median_of("singular value")),
     Look("training accuracy of the worst class, percent", "Figure 8", False, worst_class),
 )
@@ -134,7 +132,7 @@ def five(data: Path) -> list[list[str]]:
     """Lines of a table: data, epoch, epsilon; minimum, median and maximum of the accuracy with each loss."""
     lines = []
     for task, name in NAMES.items():
-        for epoch in (1, 5, 10):
+        for epoch in (1, 10):
             runs = [read(data / "dp_loss_epochs.csv", task=task, case=case, epoch=epoch) for case in CASES]
             by_seed = [{row["seed"]: 100 * float(row["accuracy"]) for row in rows}.values() for rows in runs]
             if all(len(values) == 5 for values in by_seed):
