@@ -25,13 +25,11 @@ import fastdp
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 48
 
 
-def prepared(epochs: int, epsilon: float, mixed_precision: str, cpu: bool, fsdp: bool):
+def prepared(epochs: int, epsilon: float, cpu: bool, fsdp: bool):
     """Everything that a run needs; `private` is the optimizer itself, `optimizer` Accelerate's wrapper of it."""
     # gradient_accumulation_steps stays 1; a prepared scheduler must step once a step, not once a process
     parts = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap") if fsdp else None
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision, cpu=cpu, fsdp_plugin=parts, step_scheduler_with_optimizer=False
-    )
+    accelerator = Accelerator(cpu=cpu, fsdp_plugin=parts, step_scheduler_with_optimizer=False)
     train, x, y = digits()
     torch.manual_seed(0)
     model = convolutions()
@@ -67,12 +65,11 @@ def accuracy(accelerator, model, x, y) -> float:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
     made.add_argument("--cpu", action="store_true")
     made.add_argument("--fsdp", action="store_true", help="lay the model in parts on all processes")
     options = made.parse_args()
     epochs = 3 if options.quick else 30
-    settings = (epochs, options.epsilon, options.mixed_precision, options.cpu, options.fsdp)
+    settings = (epochs, options.epsilon, options.cpu, options.fsdp)
 
     accelerator, model, optimizer, schedule, loader, private, x, y = prepared(*settings)
     folder = broadcast_object_list([tempfile.mkdtemp()])[0]  # that of the first process: it saves, and all load

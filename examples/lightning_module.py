@@ -1,7 +1,7 @@
 """A LightningModule trained privately: scikit-learn's digits to epsilon 3, automatic or manual optimization.
 
 pip install lightning scikit-learn
-python examples/lightning_module.py [--quick] [--manual] [--devices 2 [--strategy ddp_spawn]]
+python examples/lightning_module.py [--quick] [--manual] [--devices 2]
 python examples/lightning_module.py --devices 2 --fsdp [--quick]
 
 With --fsdp, each device holds a part of the model (FSDP2), which configure_model() lays.
@@ -77,10 +77,8 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--manual", action="store_true", help="manual optimization")
     made.add_argument("--devices", type=int, default=1)
-    made.add_argument("--strategy", default="ddp", choices=["ddp", "ddp_spawn", "ddp_fork"])
     made.add_argument("--fsdp", action="store_true", help="lay the model in parts on all devices")
     made.add_argument("--accelerator", default="auto")
-    made.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
     options = made.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     epochs = 3 if options.quick else 30
@@ -91,13 +89,13 @@ def main() -> None:
         target_epsilon=options.epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=steps
     )  # fmt: skip
     module = Digits(sigma, steps, options.manual)
-    strategy = options.strategy if options.devices > 1 else "auto"
+    strategy = "ddp" if options.devices > 1 else "auto"
     if options.fsdp:  # its own default is tensor parallelism
         strategy = ModelParallelStrategy(data_parallel_size=options.devices, tensor_parallel_size=1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             max_epochs=epochs, accelerator=options.accelerator, devices=options.devices,
-            strategy=strategy, precision=options.precision, logger=False,
+            strategy=strategy, logger=False,
             default_root_dir=folder, enable_model_summary=False, enable_progress_bar=False,
             callbacks=[DPCallback(delta=DELTA, target_epsilon=options.epsilon)],
         )  # fmt: skip
