@@ -94,8 +94,6 @@ class Tally:
         self.kinds[verdict.kind] += 1
         if verdict.kind == "refused":
             self.refusals["refused: " + _reason(verdict)] += 1
-        if verdict.kind == "exact, warned":
-            self.refusals["(needlessly warned) " + _reason(Verdict("refused", verdict.warned))] += 1
         if verdict.kind == "skipped" and "MISLABELLED" in verdict.why:
             self.say(f"mislabelled: {task} {program_of(task).names}")
         if not verdict.fault:

@@ -1,7 +1,6 @@
 """Do Opacus's own tests pass when only their imports are changed?
 
     python -m benchmarks.opacus_tests [--only NAME ...] [--examples 20] [--jobs 1] [--limit 600] [--no-compare]
-                                      [--out FILE]
 
 Copies the tests of the installed Opacus to a temporary folder, replaces `opacus` by `fastdp.compat.opacus` in their
 imports, and in nothing else, runs each file with pytest in a process of its own, and does the same with the files as
@@ -149,14 +148,6 @@ def failures(ours: dict[str, list[Outcome]], theirs: dict[str, list[Outcome]]) -
     return "\n".join(lines)
 
 
-def skips(ours: dict[str, list[Outcome]]) -> str:
-    """How many tests of each file were skipped, by the reason they give."""
-    found = collections.Counter(
-        (name, result.reason) for name, results in ours.items() for result in results if result.status == "skipped"
-    )
-    return "\n".join(f"skipped: {number} of {name}: {reason}" for (name, reason), number in found.items())
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[])
@@ -164,7 +155,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600.0)
     parser.add_argument("--no-compare", action="store_true", help="leave out the run on Opacus itself")
-    parser.add_argument("--out", type=Path, help="also write the tables to this file")
     options = parser.parse_args(arguments)
     found = importlib.util.find_spec("opacus")
     assert found is not None and found.submodule_search_locations
@@ -186,10 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{'fastdp' if rewrite else 'Opacus'} {name}: {count(outcome)}", file=sys.stderr, flush=True)
     ours, theirs = results[True], results[False]
     not_run = "\n".join(f"not run: {name}: {reason}" for name, reason in NOT_RUN.items())
-    text = "\n\n".join([table(ours, theirs), failures(ours, theirs), skips(ours), not_run])
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    print("\n\n".join([table(ours, theirs), failures(ours, theirs), not_run]))
     return int(any(r.status == "failed" and not explanation(r.test) for rs in ours.values() for r in rs))
 
 

