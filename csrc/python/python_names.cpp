@@ -1,12 +1,12 @@
-#include "words.h"
+#include "python_names.h"
 
-Words *words = nullptr;
+PythonNames *names = nullptr;
 
 // `positions.made_in_sight`
 bool was_made(PyObject *note) {
     if (note == nullptr) return false;
-    const Ref now = attribute(words->moments, words->current);
-    for (PyObject *name : {words->number, words->before}) {
+    const Ref now = attribute(names->moments, names->current);
+    for (PyObject *name : {names->number, names->before}) {
         const int same = PyObject_RichCompareBool(PyTuple_GET_ITEM(note, 1), attribute(now.get(), name).get(), Py_EQ);
         if (same < 0) throw Raised{};
         if (same) return !is_empty(PyTuple_GET_ITEM(note, 0));
@@ -16,7 +16,7 @@ bool was_made(PyObject *note) {
 
 // The tensor's memory; none of sparse ones.
 Ref storage_of(PyObject *tensor) {
-    Ref storage(PyObject_CallMethodNoArgs(tensor, words->untyped_storage));
+    Ref storage(PyObject_CallMethodNoArgs(tensor, names->untyped_storage));
     if (!storage) {
         for (PyObject *kind : {PyExc_NotImplementedError, PyExc_RuntimeError, PyExc_ValueError}) {
             if (PyErr_ExceptionMatches(kind)) {
@@ -33,12 +33,12 @@ Ref storage_of(PyObject *tensor) {
 bool is_nobodys(PyObject *tensor) {
     const Ref storage = storage_of(tensor);
     if (!storage) return false;
-    PyObject *held = entry(notes_of(storage.get()).get(), words->HELD);
-    return (held == nullptr || held == Py_None) && asks(storage.get(), words->resizable);
+    PyObject *held = entry(notes_of(storage.get()).get(), names->HELD);
+    return (held == nullptr || held == Py_None) && asks(storage.get(), names->resizable);
 }
 
 void set_vocabulary(const py::dict &vocabulary, const py::dict &places) {
-    Words *found = new Words();
+    PythonNames *found = new PythonNames();
     PyObject *v = vocabulary.ptr();
     found->tensor = given(v, "Tensor"), found->parameter = given(v, "Parameter"), found->layout = given(v, "Layout");
     found->kinds = given(v, "kinds"), found->moments = given(v, "moments"), found->telling = given(v, "telling");
@@ -61,5 +61,5 @@ void set_vocabulary(const py::dict &vocabulary, const py::dict &places) {
     found->owner = place("owner"), found->mixed = place("mixed"), found->is_row_index = place("is_row_index");
     found->order = place("order"), found->alone = place("alone"), found->piece = place("piece");
     found->vocabulary = Py_NewRef(v);
-    words = found;
+    names = found;
 }

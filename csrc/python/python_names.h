@@ -1,12 +1,12 @@
-// What the layout rules in Python are written with, as C++ asks for it; and what it asks of a tensor.
+// Python objects and attribute names that the C++ call path uses, and small questions it asks of a tensor.
 #pragma once
 
 #include "ref.h"
 
 struct Missed {};  // out of the ordinary: nothing was done, and the call goes through Python
 
-// What the rules in Python are written with; borrowed from `vocabulary`, which lives as long as the process.
-struct Words {
+// Classes, functions and interned attribute names of the Python side; borrowed from `vocabulary`, which lives as long as the process.
+struct PythonNames {
     PyObject *vocabulary = nullptr;
     PyObject *tensor, *parameter, *layout, *kinds, *moments, *telling, *holding, *missed;
     PyObject *tag, *drop_gone, *under_functorch, *grad_enabled;
@@ -34,7 +34,7 @@ struct Words {
              *known_calls = interned("_known_calls"), *torch_function = interned("__torch_function__"), *zero = PyLong_FromLong(0),
              *enter = interned("__enter__"), *exit = interned("__exit__");
 };
-extern Words *words;
+extern PythonNames *names;
 
 inline PyObject *given(PyObject *vocabulary, const char *name) {
     PyObject *found = PyDict_GetItemString(vocabulary, name);
@@ -44,8 +44,8 @@ inline PyObject *given(PyObject *vocabulary, const char *name) {
 
 inline PyObject *field(PyObject *layout, Py_ssize_t place) { return PyTuple_GET_ITEM(layout, place); }
 inline bool is_empty(PyObject *text) { return PyUnicode_GET_LENGTH(text) == 0; }
-inline bool is_layout(PyObject *object) { return Py_TYPE(object) == (PyTypeObject *)words->layout; }
-inline bool is_tensor(PyObject *object) { return PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)words->tensor); }
+inline bool is_layout(PyObject *object) { return Py_TYPE(object) == (PyTypeObject *)names->layout; }
+inline bool is_tensor(PyObject *object) { return PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)names->tensor); }
 
 // Kinds of functions (`layout_cache.Kind`).
 enum Kind : std::int64_t { ASKS = 0, REPEATS = 1, CHECKED = 2, DEPENDS = 3, WHERE = 4, ELEMENTWISE = 5 };
