@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,33 +315,3 @@ def test_what_keeps_samples_apart_goes_on(collate: Callable[..., Any]) -> None:
         assert chosen == before
         assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
         assert states[2] == np.random.get_state()[2]
-
-
-def test_equal_records_and_odd_batches() -> None:
-    refuse_mixing(one_hot, [records()[0]] * 5)
-    refuse_mixing(lambda batch: {"a": None, "b": [torch.tensor(1.0)] * len(batch)}, [1, 2, 3])
-    refuse_mixing(lambda batch: torch.stack([x.bfloat16() for x, _ in batch]), list(records(4)))
-    refuse_mixing(lambda batch: None, [1, 2])
-
-
-class Spy:
-    """Counts what it is called for."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, batch: list[Item]) -> Any:
-        self.calls += 1
-        return default_collate(batch)
-
-
-def test_it_is_tried_at_few_calls() -> None:
-    def batches() -> Iterator[Spy]:
-        for steps in (64, 256):
-            spy = Spy()
-            for _ in fastdp.poisson_loader(records(), expected_batch_size=20, steps=steps, collate_fn=spy):
-                pass
-            yield spy
-
-    few, many = batches()
-    assert 64 < few.calls <= 64 + 7 * 6 and many.calls - few.calls <= 256 - 64 + 2 * 6

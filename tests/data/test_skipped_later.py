@@ -54,21 +54,6 @@ def test_what_was_missed_goes_into_checkpoints():
         new.epsilon(1e-2)
 
 
-def test_a_batch_in_hand_that_comes_again_after_resuming(silent):
-    """Left by an exception: the loader's state was saved after the last step, the optimizer's later."""
-    model, loader, optimizer = made(seed=None)
-    for i, batch in enumerate(loader):
-        if i == 2:
-            break
-        train(model, optimizer, batch)
-        place = loader.state_dict(secret=True)
-    model, again, new = resumed(optimizer)
-    again.load_state_dict(place)
-    for batch in again:
-        train(model, new, batch)
-    assert new.history[0][2] == 6 and new.epsilon(1e-2) > 0
-
-
 def test_a_batch_in_hand_that_does_not_come_again_after_resuming():
     for with_loader in (False, True):
         model, loader, optimizer = made(seed=None)

@@ -204,20 +204,6 @@ def in_a_world_of_one(rank: int, world: int) -> None:
             optimizer.detach(), truth.detach()
 
 
-def gathered_once_more(rank: int, world: int) -> None:
-    """What a block that runs again, and a weight made of others, need at the end of a backward is gathered by all
-    ranks, also by one without samples: it needs none of it."""
-    for kind, budget, norms_too in (("checkpointed", 1, False), ("derived", None, True)):
-        optimizer = adamw(model := sharded(build(kind), reshard_after_forward=True), memory_budget=budget)
-        loss_of(model, batch(rank, 3 if rank == 0 else 0)).backward()
-        needed = optimizer._privacy.sums._needed
-        assert [len(for_sums) for _, for_sums in needed] == [1, 1, 0][: len(needed)]  # the last block first
-        assert [len(for_norms) for for_norms, _ in needed] == ([1, 1, 0] if norms_too else [0, 0, 0])[: len(needed)]
-        assert ("two backwards" in optimizer.explain()) == (budget is not None and rank == 0)
-        optimizer.step()
-        optimizer.detach()
-
-
 def mixed_precision(rank: int, world: int) -> None:
     """16-bit weights in forwards: sums and updates stay float32, and are those of one process within float32's
     rounding, where `reduce_dtype` would round them to 16 bits."""
@@ -286,7 +272,6 @@ OTHERS: dict[str, Any] = {
         same_noise,
         optimizers,
         in_a_world_of_one,
-        gathered_once_more,
         mixed_precision,
         in_order,
         in_order_by_persons,

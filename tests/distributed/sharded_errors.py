@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,24 +133,6 @@ def used_out_of_sight(rank: int, world: int) -> None:
         optimizer.detach()
 
 
-def collectives_within(rank: int, world: int) -> None:
-    """fully_shard's own do not count, those of others do."""
-    model = sharded(build())
-    optimizer = adamw(model)
-    for step in range(2):
-        loss_of(model, batch(rank, 3)).backward()
-        optimizer.step()
-        dist.all_reduce(torch.ones(1))
-        with torch.no_grad():
-            model(batch(step, 2))
-        dist.all_reduce(torch.ones(1))
-    with pytest.raises(StepError, match="a collective of torch.distributed"):
-        loss = loss_of(model, batch(rank, 3))
-        dist.all_reduce(torch.ones(1))
-        loss.backward()
-    optimizer.detach()
-
-
 def refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     part = build()
@@ -225,7 +206,7 @@ def changed_since(rank: int, world: int) -> None:
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        nothing_stale, taken_off, one_refuses, one_cannot_clip, used_out_of_sight, collectives_within, refused,
+        nothing_stale, taken_off, one_refuses, one_cannot_clip, used_out_of_sight, refused,
         changed_since,
     )
 }  # fmt: skip

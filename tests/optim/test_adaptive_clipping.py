@@ -105,18 +105,6 @@ def test_the_whole_run_is_that_by_hand(way):
     assert optimizer.epsilon(1e-2) == fastdp.accounting.epsilon_of([(SIGMA, 0.05, 40)], 1e-2)
 
 
-def test_persons_count_once():
-    x, y = records()[:6]
-    model = network()
-    optimizer = adaptive(model, expected_batch_size=2, noise_multiplier=0.0)
-    optimizer.group_by([0, 0, 0, 1, 1, 1])
-    F.cross_entropy(model(x), y).backward()
-    within = int((optimizer.norms <= START).sum())
-    optimizer.step()
-    assert optimizer.norms.shape == (2,)
-    assert optimizer.max_grad_norm == pytest.approx(START * math.exp(-0.4 * ((within - 1) / 2 + 0.5 - 0.3)))
-
-
 def test_multipliers_add_up_and_a_count_that_spends_too_much_is_refused():
     quantile = Quantile(count_noise=2.0)
     z = quantile.of_gradients(1.5, 100)
@@ -169,22 +157,6 @@ def test_a_checkpoint_holds_the_norm_and_what_it_follows():
     with pytest.raises(StepError, match="no state of a fastdp optimizer"):
         other.load_state_dict({**state, "fastdp": {**state["fastdp"], "max_grad_norm": 0.01}})
     assert other.max_grad_norm == norm and fixed.max_grad_norm == 1.0
-
-
-def test_an_ordinary_optimizer_that_loaded_adaptive_steps_goes_on_either_way():
-    model = network()
-    optimizer = adaptive(model, expected_batch_size=4)
-    x, y = records()[:4]
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    state = optimizer.state_dict()
-    for options in ({"clipping": "adaptive", "count_noise": 1.0}, {}):
-        plain = torch.optim.SGD(network().parameters(), lr=0.5)
-        model = network()
-        plain = torch.optim.SGD(model.parameters(), lr=0.5)
-        plain.load_state_dict(copy.deepcopy(state))
-        private = fastdp.privatize(plain, model, noise_multiplier=1.0, expected_batch_size=4, **options)
-        assert private.history == [(SIGMA, None, 1)] and private.max_grad_norm == 1.0
 
 
 def test_what_it_is_not_for_is_refused():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import fastdp
-from fastdp.errors import BatchLayoutError, GraphError, StepError
+from fastdp.errors import GraphError, StepError
 
 from ..by_hand import network, records
 
@@ -127,11 +127,3 @@ def test_numbers_of_views_that_do_not_fit_are_refused():
     optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=1.0, augmentations=K, expected_batch_size=2)
     with pytest.raises(GraphError, match="several rows of each sample"):
         optimizer.graphed(lambda m, a, b: F.cross_entropy(m(a), b, reduction="none"), (x[:6], y[:6]))
-
-
-def test_rows_that_are_no_whole_samples_are_refused_with_what_to_give():
-    x, y = records()[:7]
-    optimizer = fastdp.DPSGD(model := network(), lr=1.0, noise_multiplier=1.0, augmentations=K, expected_batch_size=2)
-    with pytest.raises(BatchLayoutError, match=r"7 rows, .* by augmentations=.*repeat_interleave\(3, 0\)"):
-        F.cross_entropy(model(x), y).backward()
-    assert optimizer.history == []

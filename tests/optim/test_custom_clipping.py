@@ -103,18 +103,6 @@ def test_a_function_that_couples_samples_is_refused(name, style):
         run(function, batches=30 if name == "gathers" else 6, style=style)
 
 
-def test_a_function_that_couples_only_later_is_refused_then():
-    calls = []
-
-    def function(n):
-        calls.append(1)
-        return local(n) * (n <= n.median()) if len(calls) > 100 and len(n) > 8 else local(n)
-
-    with pytest.raises(ClippingError, match="couples samples"):
-        run(function, batches=80)
-    assert len(calls) > 100
-
-
 def compiled_scale(n, power):
     return R / (n + 1) ** power
 
@@ -157,35 +145,6 @@ def test_a_threshold_of_the_first_batch_is_never_of_the_data():
     """The first norm that a function sees is no sample's, and too large for a threshold."""
     with pytest.raises(ClippingError, match="exceed"):
         run(Remembers("first"))
-
-
-def test_the_factors_are_the_functions():
-    def function(n):
-        return R * n / (n.square() + 1)
-
-    torch.manual_seed(0)
-    norms = torch.rand(20, dtype=torch.float64) * 5
-    clipping = fastdp.optim.clipping.Clipping({"w": torch.zeros(2)}, function, R)
-    (found,) = clipping.factors([norms.square()])
-    assert torch.allclose(found, function(norms).float(), rtol=1e-4)
-
-
-def test_an_empty_batch_and_samples_that_are_not_finite():
-    clipping = fastdp.optim.clipping.Clipping({"w": torch.zeros(2)}, lambda n: (R / n).clamp(max=1), R)
-    (found,) = clipping.factors([torch.zeros(0)])
-    assert found.shape == (0,)
-    (found,) = clipping.factors([torch.tensor([4.0, float("nan"), float("inf"), 16.0])])
-    assert found.tolist() == pytest.approx([0.5, 0, 0, 0.25], rel=1e-4)
-
-
-def test_writing_into_the_norms_does_not_pass_the_bound():
-    def function(n):
-        n.zero_()
-        return torch.ones_like(n)
-
-    clipping = fastdp.optim.clipping.Clipping({"w": torch.zeros(2)}, function, R)
-    with pytest.raises(ClippingError, match="exceed"):
-        clipping.factors([torch.tensor([9.0, 16.0])])
 
 
 def test_a_changed_function_is_given_by_set_clipping():

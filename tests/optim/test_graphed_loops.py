@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.errors import GraphError
-from fastdp.optim import graphed_shapes
 
 from .test_graphed import B, Net, assert_equal, batch, eagerly, losses, pair
 
@@ -58,22 +57,6 @@ def test_a_second_backward_is_refused() -> None:
     assert second.history == [(0.7, None, 1)]
 
 
-def test_a_closure() -> None:
-    (one, first), (two, second) = pair()
-    step = second.graphed(losses, batch(99))
-    for number in range(3):
-        eagerly(one, first, batch(number))
-
-        def closure(number: int = number) -> Tensor:
-            second.zero_grad()
-            loss = step.loss(*batch(number))
-            loss.backward()
-            return loss
-
-        second.step(closure)
-    assert_equal(one, two)
-
-
 # --------------------------------------------------------------------------- of many shapes
 
 
@@ -91,19 +74,6 @@ def test_every_shape_is_recorded_when_it_comes_again() -> None:
         assert torch.equal(a, b)
     assert_equal(one, two)
     assert (step.replayed, step.eager) == (len(lengths) - 3, 3)
-
-
-def test_more_shapes_than_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_shapes, "SHAPES", 2)
-    (one, first), (two, second) = pair()
-    step = second.graphed(losses, sizes=(B,))
-    with pytest.warns(UserWarning, match="batches of 2 shapes are recorded, and there are more") as seen:
-        for number, length in enumerate([2, 2, 3, 3, 4, 4, 4, 5]):
-            eagerly(one, first, texts(number, length))
-            step(*texts(number, length))
-    assert [w.filename for w in seen if "pad to fewer" in str(w.message)] == [__file__]
-    assert_equal(one, two)
-    assert (step.replayed, step.eager) == (2, 6)
 
 
 @pytest.mark.parametrize("shapes", [True, False])

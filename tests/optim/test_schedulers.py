@@ -58,18 +58,6 @@ def test_schedules_are_torchs(name):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_a_schedule_of_noised_steps():
-    model = network()
-    optimizer = fastdp.DPAdamW(model, lr=0.1, noise_multiplier=1.0)
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for x, y in loader_of(steps=3):
-        backward(model, x, y)
-        optimizer.step()
-        if optimizer.stepped:
-            schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
-
-
 def test_averages_and_teachers_beside_the_model():
     """Copies carry no engine; a teacher's forward and an evaluation between physical batches change nothing."""
     model = network()
