@@ -64,7 +64,7 @@ class DPLoss:
 
     Raises:
         ValueError: if an argument is invalid.
-        StepError: if the pre-activations that belong to the given logits are not known.
+        StepError: if the logits are not those of the model's last forward, or a layer was not seen in it.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> loss = DPLoss(model, threshold=5.0, beta=100.0)
@@ -135,7 +135,7 @@ class DPLoss:
 
         Raises:
             ValueError: if a shape, a type, a label or the reduction is wrong.
-            StepError: if the pre-activations that belong to the logits are not known.
+            StepError: if the logits are not those of the model's last forward.
         """
         if recording():
             raise GraphError(
