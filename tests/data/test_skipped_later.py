@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 
 import pytest
 import torch
 
-import fastdp
 from fastdp.errors import StepError
 
 from .skipping import made, train
@@ -100,36 +98,3 @@ def test_passes_left_by_a_model_that_is_trained_in_eval_mode():
         list(loader)
     with pytest.warns(UserWarning, match=r"2 pass\(es\) over the poisson_loader"):
         optimizer.epsilon(1e-2)
-
-
-@pytest.mark.parametrize("how", ["detached before", "left"])
-def test_an_optimizer_that_is_made_anew_for_each_pass(how):
-    """A batch is passed over while none is attached: the next one on the model says so."""
-    model, loader, optimizer = made()
-    for number in range(3):
-        if number:
-            optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for i, batch in enumerate(loader):
-                if i == 5:
-                    if how == "left":
-                        break
-                    optimizer.detach()
-                    continue
-                train(model, optimizer, batch)
-        assert any("with a batch of the poisson_loader in hand" in str(w.message) for w in caught) == (number > 0)
-        optimizer.detach()
-    with pytest.warns(UserWarning, match=rf"{2 + (how == 'left')} time\(s\) the loop was left with a batch"):
-        optimizer.epsilon(1e-2)
-
-
-def test_first_batches_that_are_drawn_until_one_pleases():
-    """Before any training: to look once or twice is for the shapes, more often for a choice."""
-    model, loader, optimizer = made()
-    for _ in range(3):
-        next(iter(loader))
-    with pytest.warns(UserWarning, match=r"3 pass\(es\) over the poisson_loader"):
-        for batch in loader:
-            train(model, optimizer, batch)
-            break
