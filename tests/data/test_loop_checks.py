@@ -96,22 +96,6 @@ def test_batches_fetched_ahead_are_refused_even_where_their_sizes_agree():
     assert optimizer.history == []
 
 
-def test_a_batch_passed_over_is_refused_an_empty_one_too():
-    model = network()
-    optimizer = sgd(model)
-    loader = fastdp.poisson_loader(records(), sample_rate=0.02, steps=40, seed=3)
-    with pytest.raises(StepError, match="an empty one too"):
-        for x, y in loader:
-            if len(x):
-                backward(model, x, y)
-                optimizer.step()
-    optimizer = fastdp.DPSGD(network(), lr=1.0, noise_multiplier=1.0)
-    with pytest.raises(StepError, match="loop skipped"):
-        for number, (x, _) in enumerate(loader):
-            if len(x) == 0 and number:
-                optimizer.step()
-
-
 def test_accumulation_by_hand_adds_up_and_warns():
     """Of an ordinary loader: clipped sums add, and the loss must not be divided by the number of backwards."""
     outcomes = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import torch
 
 from fastdp.errors import StepError
 
@@ -52,21 +51,6 @@ def test_what_was_missed_goes_into_checkpoints():
         new.epsilon(1e-2)
 
 
-def test_a_batch_in_hand_that_does_not_come_again_after_resuming():
-    for with_loader in (False, True):
-        model, loader, optimizer = made(seed=None)
-        for i, batch in enumerate(loader):
-            if i == 2:
-                break
-            train(model, optimizer, batch)
-        model, again, new = resumed(optimizer, loader if with_loader else None)
-        with pytest.warns(UserWarning, match=r"1 time\(s\) the loop was left"):
-            for batch in again:
-                train(model, new, batch)
-        with pytest.warns(UserWarning, match=r"1 time\(s\) the loop was left"):
-            new.epsilon(1e-2)
-
-
 def test_resuming_a_right_run_hears_nothing(silent):
     model, loader, optimizer = made(seed=None, limit=4)
     for batch in loader:
@@ -81,20 +65,3 @@ def test_resuming_a_right_run_hears_nothing(silent):
 
 
 # --------------------------------------------------------------------------- before training, in eval mode, detached
-
-
-def test_passes_left_by_a_model_that_is_trained_in_eval_mode():
-    model, loader, optimizer = made()
-    model.eval()
-    for number in range(4):
-        for batch in loader:
-            if number in (1, 2):
-                break
-            train(model, optimizer, batch)
-            break
-    with pytest.warns(UserWarning, match=r"2 pass\(es\) over the poisson_loader"):
-        optimizer.epsilon(1e-2)
-    with torch.no_grad():
-        list(loader)
-    with pytest.warns(UserWarning, match=r"2 pass\(es\) over the poisson_loader"):
-        optimizer.epsilon(1e-2)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
-from torch.utils.data import DataLoader
 
-from fastdp.compat.opacus import PrivacyEngine
 from fastdp.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from fastdp.compat.opacus.utils.fsdp_utils import FSDP2Wrapper
 
 from ..by_hand import EXPECTED, network, records
 from .loops_opacus_fsdp_errors import CASES as ERRORS
 from .loops_opacus_fsdp_errors import private
-from .models import single, whole
+from .models import whole
 from .parts import found, shared_folder
 
 
@@ -89,54 +84,6 @@ def step(rank: int, world: int, module: nn.Module, optimizer: Any, criterion: An
     optimizer.step()
 
 
-def opacus_fsdp_bits(rank: int, world: int) -> None:
-    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all, to the last bit."""
-    for dim, kind in ((0, torch.optim.SGD), (1, torch.optim.AdamW)):
-        several, one = nn.Linear(8, 31), nn.Linear(8, 31)
-        for p in (*several.parameters(), *one.parameters()):
-            nn.init.zeros_(p)
-        fully_shard(several, shard_placement_fn=lambda p, d=dim: Shard(d) if p.dim() == 2 else None)
-        made = []
-        for model, mode in ((several, "ghost_fsdp"), (one, "ghost")):
-            with single() if mode == "ghost" else contextlib.nullcontext():
-                made.append(
-                    PrivacyEngine().make_private(
-                        module=model,
-                        optimizer=kind(model.parameters(), lr=0.5),
-                        data_loader=DataLoader(records(), 8),
-                        noise_multiplier=0.7,
-                        max_grad_norm=1e6,
-                        loss_reduction="sum",
-                        poisson_sampling=False,
-                        criterion=nn.MSELoss(reduction="sum"),
-                        grad_sample_mode=mode,
-                        noise_generator=torch.Generator().manual_seed(5),
-                    )  # fmt: skip
-                )
-        for number in range(3):
-            data = torch.randint(-3, 4, (4 * world, 8), generator=torch.Generator().manual_seed(number)).float()
-            made[0][0](data[rank::world]).sum().backward()
-            made[0][1].step()
-            with single():
-                made[1][0](data).sum().backward()
-                made[1][1].step()
-            for p, q in zip(several.parameters(), one.parameters(), strict=True):
-                assert torch.equal(whole(p), q)
-            made[0][1].zero_grad(), made[1][1].zero_grad()
-
-
-def opacus_fsdp_secure(rank: int, world: int) -> None:
-    """One key for all, and no noise twice; samples of which many shares are empty."""
-    model = FSDP2Wrapper(network())
-    engine, module, optimizer, criterion, loader = private(model, secure=True, lr=0.0)
-    epoch(module, optimizer, criterion, loader)
-    boxes: list[Any] = [None] * world
-    part = model[0].weight.grad.to_local().tolist()
-    dist.all_gather_object(boxes, (part, optimizer._noise.source.key))
-    assert boxes[0][1] == boxes[1][1] and boxes[0][0] != boxes[1][0]
-    module.cleanup()
-
-
 def opacus_fsdp_resumed(rank: int, world: int) -> None:
     """From a checkpoint of every process, also into a model that holds what its last forward gathered."""
     folder = shared_folder(world)
@@ -165,8 +112,6 @@ CASES: dict[str, Any] = {
     "opacus, ghost_fsdp, sum": functools.partial(
         trains, loss_reduction="sum", criterion=nn.CrossEntropyLoss(reduction="sum")
     ),
-    "opacus_fsdp_bits": opacus_fsdp_bits,
-    "opacus_fsdp_secure": opacus_fsdp_secure,
     "opacus_fsdp_resumed": opacus_fsdp_resumed,
     **ERRORS,
 }

@@ -47,24 +47,6 @@ def nothing_stale(rank: int, world: int) -> None:
         truth.detach()
 
 
-def taken_off(rank: int, world: int) -> None:
-    """detach() gives fully_shard back its own sums, and a new optimizer can be made of the same model."""
-    model = sharded(build())
-    for _ in range(2):
-        optimizer = adamw(model)
-        loss_of(model, batch(rank, 2)).backward()
-        assert all(p.grad is None for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.detach()
-    loss_of(model, batch(rank, 2)).backward()
-    plain = build()
-    plain.load_state_dict({name: whole(p) for name, p in model.state_dict().items()})
-    loss_of(plain, torch.cat([batch(r, 2) for r in range(world)])).backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None and q.grad is None) or torch.allclose(whole(p.grad), q.grad, atol=1e-6)
-
-
 def one_refuses(rank: int, world: int) -> None:
     """A loss that couples samples on the last rank: it goes on to the end of its backward, as the others wait for the
     parts that it holds, and then all raise its error. Nobody has stepped."""
@@ -206,7 +188,7 @@ def changed_since(rank: int, world: int) -> None:
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        nothing_stale, taken_off, one_refuses, one_cannot_clip, used_out_of_sight, refused,
+        nothing_stale, one_refuses, one_cannot_clip, used_out_of_sight, refused,
         changed_since,
     )
 }  # fmt: skip

@@ -230,25 +230,6 @@ def test_what_has_no_meaning_in_a_tree_is_refused() -> None:
         train(optimizer, model, loader)
 
 
-def test_parameters_are_added_between_passes_only() -> None:
-    model = network()
-    lower, upper = list(model.parameters())[:2], list(model.parameters())[2:]
-    for parameter in upper:
-        parameter.requires_grad_(False)
-    optimizer, loader = made(model, params=lower), ftrl_loader(data(), batch_size=BATCH)
-    train(optimizer, model, loader, steps=2)
-    with pytest.raises(StepError, match="within a pass"):
-        optimizer.add_param_group({"params": upper})
-    loader.load_state_dict({"pass": 0, "step": 2})
-    train(optimizer, model, loader)
-    for parameter in upper:
-        parameter.requires_grad_(True)
-    optimizer.add_param_group({"params": upper})
-    train(optimizer, model, loader)
-    assert [(tree.first, tree.steps) for tree in optimizer.trees] == [(0, 6), (0, 6)]
-    assert float(upper[0].detach().square().sum()) != float(network()[2].weight.detach().square().sum())
-
-
 def test_the_page_runs(capsys):
     """docs/mechanisms.md's examples, and the epsilon of DP-FTRL's is what it says."""
     text = (Path(__file__).parents[2] / "docs/mechanisms.md").read_text(encoding="utf-8")

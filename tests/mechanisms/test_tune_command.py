@@ -112,15 +112,6 @@ def test_the_best_of_the_runs_is_released_and_nothing_else(search, capfd):
     assert json.loads((out / "search.json").read_text()) == card
 
 
-def test_settings_are_drawn_anew_and_the_number_of_runs_too(search, monkeypatch):
-    drawn = iter([6, 6])
-    monkeypatch.setattr(NegativeBinomialRuns, "draw", lambda self: next(drawn))
-    search()
-    search()
-    made = search.log.read_text().split()
-    assert len(made) == 12 and len(set(made)) > 1  # by chance it is one setting in 3^-11 of all cases
-
-
 def test_no_run_at_all(search, monkeypatch, capsys):
     monkeypatch.setattr(PoissonRuns, "draw", lambda self: 0)
     code, out = search("train", None, "--distribution", "poisson")
@@ -176,12 +167,6 @@ def test_an_interrupted_search_releases_nothing_and_is_over(search, monkeypatch,
     assert code == 130 and "cannot be taken up" in capsys.readouterr().err
     assert json.loads((out / "search.json").read_text())["status"] == "interrupted"
     assert {path.name for path in out.iterdir()} == {"search.json"}
-
-
-def test_a_score_of_nan_is_the_worst(search, monkeypatch):
-    monkeypatch.setattr(NegativeBinomialRuns, "draw", lambda self: 30)
-    _, out = search("nan", [{"lr": 1, **SPENT}, {"lr": 2, **SPENT}])
-    assert json.loads((out / "search.json").read_text())["score"] == -1.0
 
 
 def test_an_optimizer_tells_what_it_spent_and_whether_its_noise_is_secret(search, capsys):

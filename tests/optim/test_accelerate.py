@@ -125,16 +125,3 @@ def test_accumulation_by_accelerate_is_refused(accelerator):
                     prepared.backward(F.cross_entropy(model(x), y))
                     optimizer.step()
         assert private.history == []
-
-
-def test_a_scaler_is_refused(accelerator):
-    """Accelerate makes one for fp16 on a GPU; here by hand."""
-    prepared, model = accelerator(), network()
-    private = sgd(model)
-    prepared.scaler = torch.amp.GradScaler("cpu")
-    model, optimizer = prepared.prepare(model, private)
-    x, y = records()[:EXPECTED]
-    prepared.backward(F.cross_entropy(model(x), y))
-    with pytest.raises(StepError, match="GradScaler"):
-        optimizer.step()
-    assert private.history == []

@@ -56,27 +56,6 @@ def assert_equal(model, other):
         assert torch.allclose(a.double(), b, rtol=1e-5, atol=1e-6)
 
 
-def test_views_made_in_the_loop_are_clipped_as_one():
-    x, y = records()[:6]
-    views, labels = x.repeat_interleave(K, 0) + torch.randn(6 * K, 4), y.repeat_interleave(K, 0)
-    for make in (
-        lambda m: fastdp.DPSGD(
-            m, lr=1.0, noise_multiplier=0.0, max_grad_norm=R, augmentations=K, expected_batch_size=6,
-        ),
-        lambda m: fastdp.privatize(
-            torch.optim.SGD(m.parameters(), lr=1.0), m, noise_multiplier=0.0, max_grad_norm=R, augmentations=K,
-            expected_batch_size=6,
-        ),
-    ):  # fmt: skip
-        model = network()
-        truth, norms = step_by_hand(model, zip(views.split(K), labels.split(K), strict=True), 6)
-        optimizer = make(model)
-        F.cross_entropy(model(views), labels).backward()
-        assert optimizer.norms.tolist() == pytest.approx(norms, rel=1e-5)
-        optimizer.step()
-        assert_equal(model, truth)
-
-
 def test_the_loader_takes_each_record_k_times():
     """Poisson batches in physical parts of two records, empty ones among them."""
     torch.manual_seed(1)

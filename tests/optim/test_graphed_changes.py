@@ -129,18 +129,6 @@ SIZES = {
 }
 
 
-def test_a_loss_of_the_number_of_samples_is_not_padded_with_dropout() -> None:
-    """Where draws forbid to compare numbers, constants of one number tell."""
-
-    def by_size(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return losses(model, F.dropout(x, 0.5), y) / torch.tensor(float(len(x)))
-
-    step = private(Net()).graphed(by_size, data(8), sizes=(8,))
-    with pytest.warns(UserWarning, match="another for other numbers of samples"):
-        step(*data(3))
-    assert (step.replayed, step.eager) == (0, 1)
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_a_loss_of_the_number_of_samples_is_not_padded(name: str) -> None:
     def by_size(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -158,19 +146,6 @@ def test_a_loss_of_the_number_of_samples_is_not_padded(name: str) -> None:
         eager.step()
         eager.zero_grad()
     assert (step.replayed, step.eager) == (1, 2)
-
-
-def test_weights_among_the_arguments() -> None:
-    def weighted(model: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, weight=weight, reduction="none")
-
-    weights = torch.tensor([1.0, 2.0, 3.0])
-    step = private(Net()).graphed(weighted, sizes=(8,))
-    for number, count in enumerate((8, 7, 3, 3, 5, 8)):  # three samples: as many as there are weights
-        step(*data(count, number), weights)
-    assert (step.replayed, step.eager) == (5, 1)
-    with pytest.raises(GraphError, match="give an example of another size"):
-        private(Net()).graphed(weighted, (*data(3), weights), sizes=(8,))
 
 
 # --------------------------------------------------------------------------- the loss of `step.loss`

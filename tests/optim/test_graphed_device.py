@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastdp.graphs.steps
 import fastdp.optim.graphed_step
-from fastdp.errors import GraphError, StepError
+from fastdp.errors import StepError
 
 from ..graphs.fake_cuda import FakeCuda, NoGraphs
 from .test_graphed import B, Net, assert_equal, batch, conv_net, eagerly, losses, pair, pictures
@@ -75,16 +75,6 @@ def test_steps_are_those_of_python(cuda: FakeCuda, options: dict[str, Any]) -> N
     assert step.replayed == 6 and cuda.calls.count("capture") == captures == 2
 
 
-def test_other_parameters_are_captured_anew(cuda: FakeCuda) -> None:
-    (one, first), (two, second) = pair(mlp, "DPSGD")
-    step = second.graphed(flat, rows(99))
-    eagerly(one, first, rows(0), flat), step(*rows(0))
-    two[0].weight.data = two[0].weight.data.clone()
-    eagerly(one, first, rows(1), flat), step(*rows(1))
-    assert_equal(one, two)
-    assert cuda.calls.count("capture") == 2 and step.captured
-
-
 def test_gradients_of_an_earlier_replay_are_refused(cuda: FakeCuda) -> None:
     """Their memory holds what the next replay gave, whose samples would count twice, with norms of others."""
     _, (model, optimizer) = pair(mlp, "DPSGD")
@@ -145,13 +135,6 @@ def test_where_nothing_is_captured_the_step_is_replayed_without_a_graph(monkeypa
     eagerly(one, first, rows(0), flat), step(*rows(0))
     assert_equal(one, two)
     assert step.replayed == 1 and not step.captured
-
-
-def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastdp.graphs.steps, "REPLAYED", set())
-    _, (_, optimizer) = pair(mlp, "DPSGD")
-    with pytest.raises(GraphError, match="lies on cpu: steps are recorded on the CPU and on CUDA"):
-        optimizer.graphed(flat, rows(0))
 
 
 # ---------------------------------------------------------------------- on a GPU

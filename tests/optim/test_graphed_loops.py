@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import fastdp
@@ -102,54 +100,3 @@ def test_within_a_logical_batch(shapes: bool) -> None:
 
 
 # --------------------------------------------------------------------------- Lightning
-
-
-@pytest.mark.parametrize("part", [True, False])
-@pytest.mark.parametrize("manual", [False, True])
-def test_lightning(manual: bool, part: bool, tmp_path: Any) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    from fastdp.lightning import DPCallback, stream
-
-    data = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)
-
-    class Module(lightning.LightningModule):
-        def __init__(self, graphed: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net, self.steps, self.graphed = nn.Linear(4, 3), None, graphed
-            self.automatic_optimization = not manual
-
-        def configure_optimizers(self):
-            options = dict(lr=0.1, noise_multiplier=0.5, max_grad_norm=0.5, seed=5)
-            self.private = fastdp.DPSGD(self.net if part else self, **options)
-            return self.private
-
-        def forward(self, x):
-            return self.net(x)
-
-        def training_step(self, batch, number):
-            if self.steps is None and self.graphed:
-                each = lambda net, x, y: F.cross_entropy(net(x), y, reduction="none")
-                self.steps = self.private.graphed(each, sizes=(4,))
-            loss = self.steps.loss(*batch) if self.graphed else F.cross_entropy(self(batch[0]), batch[1])
-            if manual:
-                self.manual_backward(loss)
-                self.optimizers().step()
-                self.optimizers().zero_grad()
-            return loss
-
-    modules = []
-    for graphed in (False, True):
-        loader = fastdp.poisson_loader(data, sample_rate=0.2, steps=5, seed=1, max_physical_batch_size=4)
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_progress_bar=False,
-            enable_checkpointing=False, enable_model_summary=False, default_root_dir=str(tmp_path),
-            callbacks=[DPCallback(delta=1e-3)],
-        )  # fmt: skip
-        module = Module(graphed)
-        trainer.fit(module, stream(loader))
-        assert module.private.history == [(0.5, 0.2, 10)]
-        modules.append(module)
-    assert modules[1].steps.replayed > 10
-    for p, q in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -117,30 +117,6 @@ def test_without_anything_of_ours_but_the_optimizer_and_the_loader(tmp_path):
     assert fastdp.sampling.current() is None or len(fastdp.batch_axis.current_batch.ACTIVE) == 0
 
 
-def test_schedulers_by_step_and_by_epoch(tmp_path):
-    """By step: of each physical batch, unless lr_scheduler_step asks the optimizer."""
-
-    def fit(interval, asks):
-        module = module_of(truth=False)
-        configure = module.configure_optimizers
-
-        def with_schedule():
-            schedule = torch.optim.lr_scheduler.ExponentialLR(configure(), 0.5)
-            return {"optimizer": module.private, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
-
-        module.configure_optimizers = with_schedule
-        if asks:
-            module.lr_scheduler_step = lambda schedule, metric: module.private.stepped and schedule.step()
-        trainer = trainer_of(tmp_path, max_epochs=2, callbacks=[DPCallback()])
-        trainer.fit(module, stream(loader_of(4)))
-        return module.private.param_groups[0]["lr"], module.calls
-
-    assert fit("epoch", False)[0] == 0.25
-    assert fit("step", True)[0] == 0.5 ** (2 * STEPS)
-    rate, calls = fit("step", False)
-    assert rate == 0.5**calls and calls > 2 * STEPS
-
-
 # --------------------------------------------------------------------------- checkpoints, the budget
 
 
@@ -221,25 +197,6 @@ def test_a_batch_that_manual_optimization_passes_over_is_refused(tmp_path, limit
     module.training_step = lambda batch, batch_idx: None if batch_idx == wanted else step(batch, batch_idx)
     with pytest.raises(StepError, match="loop skipped"):
         trainer_of(tmp_path, max_epochs=2, callbacks=[DPCallback()]).fit(module, stream(loader) if limit else loader)
-
-
-def test_clipping_by_the_trainer(tmp_path):
-    """Finds no gradients and so changes nothing; the callback refuses it, and so does Lightning under bf16."""
-    module = module_of()
-    trainer_of(tmp_path, gradient_clip_val=1e-9).fit(module, loader_of())
-    module.truth.assert_equal(module.net)
-    with pytest.raises(StepError, match="gradient_clip_val"):
-        trainer_of(tmp_path, gradient_clip_val=1.0, callbacks=[DPCallback()]).fit(module_of(), loader_of())
-    with pytest.raises(RuntimeError, match="clipping"):
-        trainer_of(tmp_path, gradient_clip_val=1.0, precision="bf16-mixed").fit(module_of(), loader_of())
-
-
-def test_fp16_is_refused(tmp_path):
-    plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    module = module_of(truth=False)
-    with pytest.raises(StepError, match="bf16-mixed"):
-        trainer_of(tmp_path, plugins=[plugin]).fit(module, loader_of())
-    assert module.private.history == []
 
 
 def test_physical_batches_need_the_stream_and_the_callback(tmp_path):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -129,19 +125,3 @@ def test_a_layer_that_was_unfrozen_is_trained_when_the_run_resumes(tmp_path):
         torch.testing.assert_close(p, q)
     with pytest.raises(ParameterError, match="net.0.weight.*without add_param_group.*BaseFinetuning"):
         fit(3, tmp_path / "two.ckpt", callbacks=[Unfreezes()])
-
-
-def test_a_step_keeps_nothing_of_the_loop_that_calls_it():
-    """It looks for Lightning among its callers; what their locals held must go when they let go of it."""
-    module = module_of(truth=False, expected_batch_size=EXPECTED)
-    optimizer = module.configure_optimizers()
-    x, y = records()[:4]
-    batch = x.clone()
-    F.cross_entropy(module(batch), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    held = weakref.ref(batch)
-    del batch
-    gc.collect()
-    assert held() is None
-    optimizer.detach()

@@ -142,19 +142,6 @@ def test_a_hook_that_drops_the_record_does_not_lose_the_steps(saved):
     assert optimizer.history == [RUN]
 
 
-@pytest.mark.parametrize("place, history, count", [("pre", [], None), ("post", [RUN], 3.0)])
-def test_a_hook_that_raises_leaves_moments_and_history_of_one_state(place, history, count, saved):
-    def fail(*_):
-        raise RuntimeError("the hook's own")
-
-    model = model_of()
-    optimizer = optimizer_of(model)
-    getattr(optimizer, f"register_load_state_dict_{place}_hook")(fail)
-    with pytest.raises(RuntimeError, match="the hook's own"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.history == history and optimizer.state[model[0].weight].get("step") == count
-
-
 # --------------------------------------------------------------------------- an ordinary optimizer in between
 
 

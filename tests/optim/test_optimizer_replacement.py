@@ -11,7 +11,6 @@ import torch
 import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.errors import ClippingError, OptimizerReplacedWarning, ParameterError, StepError
-from fastdp.mechanisms import DPFTRL, ftrl_loader
 
 from ..runs import backward, data, model_of, steps
 
@@ -129,37 +128,6 @@ def test_what_cannot_be_replaced_stands_in_the_way(tmp_path):
     private(model[0])
     with pytest.raises(ParameterError, match="already has a fastdp engine"):  # a part is another model
         private(model)
-
-
-def test_a_ledger_file_gets_what_the_first_has_spent(tmp_path, silent):
-    """Where the process dies before a checkpoint, the file is all that there is."""
-    model = model_of()
-    first = private(model, noise_multiplier=2.0)
-    steps(first, model, 3)
-    with replaced("3 noised"):
-        second = private(model, ledger=tmp_path / "steps")
-    steps(second, model, 2)
-    second.detach()
-    again = private(model_of(), ledger=tmp_path / "steps")
-    spent = epsilon_of([(2.0, 0.1, 3), (1.0, 0.1, 2)], 1e-5, "rdp")
-    assert again.epsilon(1e-5) == second.epsilon(1e-5) == spent
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again.load_state_dict(copy.deepcopy(second.state_dict()))
-    assert again.epsilon(1e-5) == spent  # the same steps count once
-
-
-def test_mechanisms_do_not_mix():
-    model = model_of()
-    first = DPFTRL(model, lr=0.1, noise_multiplier=4.0)
-    for (x,) in ftrl_loader(torch.utils.data.TensorDataset(data(12)), batch_size=6):
-        backward(model, x)
-        first.step()
-    with replaced("this DPSGD takes the place of the DPFTRL.*does not count them"):
-        second = private(model)
-    assert second.history == []
-    with pytest.warns(UserWarning, match=r"2 noised step\(s\) were made on this model's parameters by another"):
-        second.epsilon(1e-5)
 
 
 def test_privatize_replaces_too():

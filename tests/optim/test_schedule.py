@@ -53,25 +53,6 @@ def test_the_optimizer_follows_and_the_accountant_counts():
     assert set(optimizer.norms) == {"0", "2"}
 
 
-def test_a_run_taken_up_goes_on_with_the_settings_of_its_step():
-    model, schedule = model_of(), Schedule(MIXED)
-    optimizer = optimizer_of(model)
-    for _ in range(3):
-        schedule.apply(optimizer)
-        step(optimizer, model)
-    state, weights = optimizer.state_dict(), model.state_dict()
-    optimizer.detach()
-    again = model_of(seed=5)
-    again.load_state_dict(weights)
-    resumed, schedule = optimizer_of(again), Schedule(MIXED)
-    resumed.load_state_dict(state)
-    for _ in range(3):
-        schedule.apply(resumed)
-        step(resumed, again)
-    assert resumed.history == [(1.0, 0.1, 2), (2.0, 0.1, 2), (3.0, 0.1, 2)]
-    assert resumed._privacy.clipping.style == "layerwise"
-
-
 def test_nothing_changes_within_a_logical_batch():
     model, schedule = model_of(), Schedule([(0, {"max_grad_norm": 2.0}), (1, {"noise_multiplier": 5.0})])
     optimizer = optimizer_of(model)
