@@ -48,7 +48,8 @@ def exact(
     sizes = [[5, 0], [2, 4]] if unequal else [[3] * copies] * 2
     return compare(
         mesh["dp"].get_local_rank(), copies, kind, sizes, wrap, build=build, loss=loss_of, batch=batch,
-        mesh=mesh["dp"] if copies > 1 else None, around=loss_parallel if "loss" in how else contextlib.nullcontext, **options,
+        mesh=mesh["dp"] if copies > 1 else None,
+        around=loss_parallel if "loss" in how else contextlib.nullcontext, **options,
     )  # fmt: skip
 
 
