@@ -32,8 +32,8 @@ class Noted(NamedTuple):
     tensor: Tensor
     version: int
 
-    def per_sample(self, batch: int, mean: bool) -> Tensor:
-        """The squared norm of each sample's part, [B]; mean: divided by how many numbers that part has.
+    def per_sample(self, batch: int) -> Tensor:
+        """The mean square of each sample's part, [B].
 
         Raises StepError, SampleMixingError.
         """
@@ -52,15 +52,15 @@ class Noted(NamedTuple):
             rows, owners = _row_sums(wide.movedim(layout.dim, 0)), layout.owners(x.device)
             sums = rows.new_zeros(batch).index_add(0, owners, rows)
             sizes = rows.new_zeros(batch).index_add(0, owners, torch.full_like(rows, x.numel() / max(len(rows), 1)))
-            return sums / sizes.clamp(min=1) if mean else sums  # a sample may have no row
+            return sums / sizes.clamp(min=1)  # a sample may have no row
         if batch == 1:  # of one sample all rows are its own, wherever they lie
-            return (wide.square().mean() if mean and x.numel() else wide.square().sum())[None]
+            return (wide.square().sum() / max(x.numel(), 1))[None]
         if not x.dim() or x.size(0) != batch or layout is not None:
             raise StepError(
                 f"the pre-activation of '{self.layer}' has the shape {tuple(x.shape)}: its first dimension is not the "
                 f"batch of {batch} logits, so its rows cannot be assigned to samples. Name the other layers in layers="
             )
-        return _row_sums(wide) / (max(x.numel() // max(batch, 1), 1) if mean else 1)
+        return _row_sums(wide) / max(x.numel() // max(batch, 1), 1)
 
 
 def _row_sums(x: Tensor) -> Tensor:
@@ -116,13 +116,12 @@ class PreActivations:
         model: nothing of it changes but for forward hooks; they are gone after `remove()`.
         layers: names of modules. Of an activation function the input is noted, of any other module the output (for
             `F.relu(self.conv(x))` name `conv`). None: all activation functions of `torch.nn` that are modules.
-        mean: divide each layer's part by its size, as equation 7 does.
 
     The logits are no pre-activation that counts: they are left out, whoever names their layer. Raises ValueError where
     a name is not the model's, no activation function is found, or the model has recurrent layers and layers is None.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, mean: bool = True) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None) -> None:
         modules = chosen_layers(model, layers)
         hidden = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
         if layers is None and hidden:
@@ -135,7 +134,7 @@ class PreActivations:
                 "the model has no activation function that is a module (torch.tanh and F.relu within a forward are not "
                 "seen): name the modules whose outputs are the pre-activations, layers=['conv1', ...]"
             )
-        self.by_name, self.mean, self.layers = layers is not None, mean, list(modules)
+        self.by_name, self.layers = layers is not None, list(modules)
         self._looked = self.by_name  # for activation functions that are only called
         self._noted: list[Noted] = []  # of the running forward, or the last one
         self._outputs: list[Tensor] = []  # of the last forward that no loss has taken
@@ -199,9 +198,9 @@ class PreActivations:
     # ------------------------------------------------------------------ for a loss
 
     def take(self, logits: Tensor) -> Tensor:
-        """Squared norms [B] of the samples' pre-activations, all layers together, of the forward that made logits.
+        """Mean squares [B] of the samples' pre-activations, summed over the layers, of the forward that made logits.
 
-        mean: each layer's divided by its size. The logits themselves are left out. Raises StepError unless that is the
+        The logits themselves are left out. Raises StepError unless that is the
         model's last forward, and each of its layers was seen.
         """
         if not self._handles:
@@ -218,9 +217,7 @@ class PreActivations:
                 )
             self._check_seen(logits, noted, outputs)
             ends = [logits, *(outputs if len(outputs) == 1 else [])]  # the logits may be a copy of it in more bits
-            each = [
-                n.per_sample(len(logits), self.mean) for n in noted if not any(_shared(n.tensor, end) for end in ends)
-            ]
+            each = [n.per_sample(len(logits)) for n in noted if not any(_shared(n.tensor, end) for end in ends)]
             if not each:
                 raise StepError(
                     "no activation function ran in the model's forward, or its only pre-activation is the logits"
