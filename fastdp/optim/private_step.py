@@ -143,7 +143,7 @@ class PrivateStep:
         self.discard()
         self.ledger.close()
         self.detached, self.replaced_by = True, by or self.replaced_by
-        self.missed.end()
+        self.missed.over = True
 
     def listen(self) -> None:
         """Hear of what happens in the engine, which was attached."""

@@ -58,18 +58,6 @@ def test_schedules_are_torchs(name):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_a_schedule_of_noised_steps():
-    model = network()
-    optimizer = fastdp.DPAdamW(model, lr=0.1, noise_multiplier=1.0)
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for x, y in loader_of(steps=3):
-        backward(model, x, y)
-        optimizer.step()
-        if optimizer.stepped:
-            schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
-
-
 def test_averages_and_teachers_beside_the_model():
     """Copies carry no engine; a teacher's forward and an evaluation between physical batches change nothing."""
     model = network()
@@ -114,19 +102,3 @@ def test_the_last_gradient_does_not_stay_for_an_optimizer_of_ones_own():
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_an_iteration_left_behind_by_an_exception_does_not_stop_the_next_run():
-    """As in a notebook, where the traceback keeps the loop's frame, and so its iteration, alive."""
-    left = iter(loader_of())
-    next(left)
-    model = network()
-    truth, optimizer = Loop(model), sgd(model)
-    for x, y in loader_of(seed=2):
-        backward(model, x, y)
-        optimizer.step()
-        truth.see(x, y)
-        if optimizer.stepped:
-            truth.step()
-    truth.assert_equal(model)
-    assert optimizer.history == [(0.0, Q, 4)] and next(left)
