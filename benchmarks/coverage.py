@@ -191,7 +191,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--engines", nargs="+", default=["fastdp"], choices=list(ENGINES))
     parser.add_argument("--suite", nargs="+", default=["named"], choices=SUITES)
     parser.add_argument("--only", nargs="+", default=[], help="names of cases")
-    parser.add_argument("--part", default="1/1", help="i/n: the i-th of n parts of the cases")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=90.0, help="seconds a case")
     parser.add_argument("--out", type=Path, help="append to this CSV file")
@@ -208,14 +207,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     unknown = set(options.only) - {name for suite in cases.values() for name in suite}
     if unknown:
         parser.error(f"no case {', '.join(sorted(unknown))}")
-    i, n = map(int, options.part.split("/"))
     now = commit()
     old = done(options.resume, now) if options.resume else set()
     todo = [
         (suite, engine, case)
         for suite, named in cases.items()
         for engine in options.engines
-        for case in [c for name, c in named.items() if not options.only or name in options.only][i - 1 :: n]
+        for case in [c for name, c in named.items() if not options.only or name in options.only]
         if (suite, engine, case.name) not in old
     ]
     print(f"{len(todo)} to run, {len(old)} of this commit there already, commit {now or 'unknown'}", flush=True)

@@ -2,7 +2,6 @@
 
     python -m benchmarks.device warm --models gpt2-large [--jobs 4]    compiles what their steps launch
     python -m benchmarks.device host --models gpt2-large --out FILE.csv [--profile FILE.txt]
-    python -m benchmarks.device four [--kernel gram]                   launches one kernel of four, for ncu
 
 host: medians of ordinary and private steps: `wall_ms` until the device is done, `host_ms` until Python is, `device_ms`
 that its kernels take (torch.profiler), `idle` the share of the wall in which the device had nothing to do; and the
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from fastdp import ops
 
 from .steps import Place, batch, one_line, step_of
 from .suites import GPU, find
@@ -155,48 +152,19 @@ def host(told: argparse.Namespace) -> None:
     show(rows, COLUMNS)
 
 
-# ---------------------------------------------------------------------- four
-
-
-def four(told: argparse.Namespace) -> None:
-    """A kernel at the shapes of GPT-2-large's wide layer (8 x 512), and the update of its parameters; three times."""
-    place = place_of(told)
-    b, t, i, o = (2, 16, 32, 48) if told.small else (8, 512, 1280, 5120)
-    a, g = (torch.randn(b, t, n, device=place.device).to(place.dtype) for n in (i, o))
-    c = torch.rand(b, device=place.device)
-    n = 1000 if told.small else 100_000_000
-    states = [torch.zeros(n, device=place.device, dtype=kind) for kind in (place.dtype, torch.float32)]
-    states += [torch.zeros(n, device=place.device, dtype=place.dtype) for _ in range(2)]
-    runs: dict[str, Callable[[], Any]] = {
-        "gram": lambda: ops.linear_norm_sq(a, g, "gram", dtype=torch.float64),
-        "direct": lambda: ops.linear_norm_sq(a, g, "direct", dtype=torch.float64),
-        "clipped": lambda: ops.linear_clipped_sum(a, g, c),
-        "adamw": lambda: ops.noisy_adamw_step_(
-            *([s] for s in states), [0], key=bytes(32), step=1, std=1.0, scale=0.1, lr=1e-3, beta1=0.9, beta2=0.999,
-            eps=1e-8, weight_decay=0.01, t=1,
-        ),
-    }  # fmt: skip
-    for name in [told.kernel] if told.kernel else runs:
-        for _ in range(3):
-            runs[name]()
-        synchronize(place.device)
-        print(f"{name}: done", flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("warm", "one", "host", "four"))
+    parser.add_argument("what", choices=("warm", "one", "host"))
     parser.add_argument("--models", nargs="+", choices=tuple(GPU), default=["gpt2-large"])
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--small", action="store_true", help="the small variants, to try the benchmark")
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--kernel", default="", choices=("", "gram", "direct", "clipped", "adamw"))
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     parser.add_argument("--profile", type=Path, help="append the profiler's tables to this file")
     told = parser.parse_args(arguments)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    {"warm": warm, "one": warm_one, "host": host, "four": four}[told.what](told)
+    {"warm": warm, "one": warm_one, "host": host}[told.what](told)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A private step of a GPT whose head and loss are one function, against one that stores the logits.
 
     python -m benchmarks.fused_loss              # time, interleaved, and peak memory of fresh processes
-    python -m benchmarks.fused_loss --paper      # bytes of the head of a Llama 8B, counted
     python -m benchmarks.fused_loss --rounds 3 --d 384 --layers 6
 
 Peaks are those of resident memory of a process that makes two steps, of an allocator that gives freed blocks back.
@@ -72,38 +71,10 @@ class Steps:
         self.optimizer.zero_grad()
 
 
-def paper(length: int = 4096, vocabulary: int = 128256, d: int = 4096) -> list[str]:
-    """Bytes of the head of a Llama 8B for one sample, by what is alive at once, and the multiply-adds."""
-    gib, logits = 2**30, length * vocabulary
-    hidden, weight, state = 2 * length * d, vocabulary * d, 24 * length
-    limit, piece = 2**26, 4 * length * min(vocabulary, 2**26 // (4 * length))
-    rows = [
-        ("logits, bfloat16", 2 * logits, 0),
-        ("their copy in float32, for the loss", 4 * logits, 0),
-        ("log-softmax in float32, kept for backward", 4 * logits, 0),
-        ("gradient of the loss by it, float32", 4 * logits, 0),
-        ("gradient of the logits, bfloat16, kept to the end of backward", 2 * logits, 0),
-        ("hidden states, bfloat16", hidden, hidden),
-        ("labels, log-sum-exps and weights of tokens", 0, state),
-        ("a slice of the logits", 0, piece),
-        ("weights of a slice in float32", 0, 4 * d * min(vocabulary, limit // (4 * d))),
-        ("gradient of hidden, float32", 0, 4 * length * d),
-    ]
-    lines = [
-        f"{'T = ' + str(length) + ', V = ' + str(vocabulary) + ', d = ' + str(d):64s}{'stored':>10s}{'fused':>10s}"
-    ]
-    lines += [f"{name:64s}{before / gib:>6.2f} GiB{after / gib:>6.2f} GiB" for name, before, after in rows]
-    total = [sum(row[side] for row in rows) / gib for side in (1, 2)]
-    lines.append(f"{'all of it':64s}{total[0]:>6.2f} GiB{total[1]:>6.2f} GiB")
-    lines.append(f"the clipped sum in float32 is {4 * weight / gib:.2f} GiB, either way")
-    return lines
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--paper", action="store_true")
     parser.add_argument("--frozen", action="store_true", help="the head is not trained")
     parser.add_argument("--budget", type=int, help="memory_budget of the private steps, in bytes")
     parser.add_argument("--no-peaks", action="store_true")
@@ -116,9 +87,6 @@ def main() -> None:
         step = Steps(*json.loads(options.memory_of))
         step(), step()
         print(resident_kib() / 1024)
-        return
-    if options.paper:
-        print("\n".join(paper()))
         return
     keep_memory("benchmarks.fused_loss")
     sizes = {name: getattr(options, name) for name in SIZES}

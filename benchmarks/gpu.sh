@@ -3,12 +3,12 @@
 #
 #   benchmarks/gpu.sh 1             build, all device tests in parallel, what users run (benchmarks.smoke),
 #                                   compute-sanitizer
-#   benchmarks/gpu.sh 2             kernels, planner, host time against device time and a profile, ncu of four kernels
+#   benchmarks/gpu.sh 2             kernels, host time against device time and a profile
 #   benchmarks/gpu.sh 3             training: gpt2-large and llama-lora; 4: gpt2, vit-b16; 5: llama-1b, resnet50; 6: rest
 #   benchmarks/gpu.sh --plan [N]    prints the stages of call N (1) and runs nothing
 #   benchmarks/gpu.sh --dry-run [N] without a GPU: runs what of it a CPU can, at small sizes
-#   benchmarks/gpu.sh --prepare [N] without a GPU, but with nvcc and the versions of Python, torch and Triton that the
-#                                   machine with the GPU has: builds and compiles what call N launches into $CACHES
+#   benchmarks/gpu.sh --prepare     without a GPU, but with nvcc and the versions of Python and torch that the machine
+#                                   with the GPU has: builds the extensions into $CACHES
 #
 # On an H100 with 16 cores the build took 67 s, 10 s with caches, all device tests 71 s with 14 workers, and the first
 # private step of gpt2-large over 20 s (training allows 80 s for it). A lent machine gives one command ten minutes and all of them a quarter of an hour, its start of one to two minutes counted:
@@ -41,7 +41,7 @@ esac
 call=${1:-1}
 case "$call" in
   1) stages="build info tests smoke sanitizer" models="gpt2-large" ;;
-  2) stages="build warm kernels planner host ncu" models="gpt2-large" ;;
+  2) stages="build warm kernels host" models="gpt2-large" ;;
   3) stages="build warm training" models="gpt2-large,llama-lora" ;;
   4) stages="build warm training" models="gpt2,vit-b16" ;;
   5) stages="build warm training" models="llama-1b,resnet50" ;;
@@ -61,7 +61,7 @@ IFS=, read -ra contenders <<<"${CONTENDERS:-fastdp,fastdp graphed,fastdp layerwi
 out=${OUT:-benchmarks/data} device=cuda small=()
 case $mode in
   dry-run) out=${OUT:-$(mktemp -d)} device=cpu small=(--small) ;;
-  prepare) out=$(dirname "$caches") stages="build compile" total=3600 ;;
+  prepare) out=$(dirname "$caches") stages="build" total=3600 ;;
 esac
 passed=passed
 if [ "$device" = cuda ]; then
@@ -249,10 +249,7 @@ if [ "$mode" != plan ] && ! built >>"$log" 2>&1; then
   failed=1
   finish
 fi
-if [ "$mode" = prepare ]; then
-  stage compile 3000 "$python" -m benchmarks.roof --compile-only --dtype "$dtype" --models "${models[@]}"
-  finish
-fi
+if [ "$mode" = prepare ]; then finish; fi
 stage info 20 "$python" -m fastdp info
 
 # ---------------------------------------------------------------------- 1: is it right?
@@ -280,23 +277,12 @@ stage warm 120 "$python" -m benchmarks.device warm "${common[@]}" "${small[@]}" 
 
 if [ "$device" = cuda ]; then
   stage kernels 110 "$python" -m benchmarks.kernels "${common[@]}" --out "$out/kernels_cuda.csv"
-  stage planner 70 "$python" -m benchmarks.planner "${common[@]}" --seconds 55 --out "$out/planner_cuda.csv"
 else
   stage kernels 60 "$python" -m benchmarks.kernels "${common[@]}" --rounds 1 --only embedding \
     --out "$out/kernels_cpu.csv"
-  stage planner 60 "$python" -m benchmarks.planner "${common[@]}" --rounds 1 --seconds 5 --out "$out/planner_cpu.csv"
 fi
 stage host 90 "$python" -m benchmarks.device host "${common[@]}" "${small[@]}" --models "${models[0]}" \
   --out "$out/host_$device.csv" --profile "$out/profile.txt"
-
-if [ "$mode" != plan ] && ! command -v ncu >/dev/null; then
-  skip ncu "no ncu here"
-else # one run for each kernel, so that the first is there if the last is not; the clocks stay as they are
-  for pair in gram:gram_kernel direct:direct_kernel clipped:clipped_kernel adamw:noisy_step; do
-    stage "ncu ${pair%:*}" 35 bash -c "ncu --clock-control none --csv --kernel-name ${pair#*:} --launch-skip 1 \
-      --launch-count 1 '$python' -m benchmarks.device four --kernel ${pair%:*} | tee -a '$out/ncu.csv'"
-  done
-fi
 
 # ---------------------------------------------------------------------- 3 and on: how fast is training?
 

@@ -1,20 +1,17 @@
 """Host time of a private step: models of many layers and tiny widths, where every kernel is over before Python is.
 
-    python -m benchmarks.host [--models gpt cnn] [--layers 24] [--rounds 15] [--compiled] [--profile] [--out FILE.csv]
+    python -m benchmarks.host [--models gpt cnn] [--layers 24] [--rounds 15] [--compiled] [--out FILE.csv]
 
 Steps of all contenders are interleaved in one process of one thread, on equal weights and data; `ratio` is to the
 ordinary step of the same model, `us_per_use` the time beyond it over the number of layers with parameters. What the CPU
 computes here is little but not nothing. AdamW, a noise multiplier of 1, clipping norm 1; the medians of the rounds.
 --compiled: also the ordinary step of a compiled model (`model.compile()`), and the replayed step that Inductor compiled
 (`graphed(compile=True)`); `of_compiled` is the ratio to the former. Inductor takes a minute or two for each.
---profile prints where the private step's time goes, by functions of fastdp.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,24 +112,12 @@ def measured(name: str, work: Workload, rounds: int, names: Sequence[str] = NAME
     return rows
 
 
-def profiled(work: Workload, steps: int = 20) -> None:
-    """Print where a private step's time goes."""
-    step, _ = stepping("fastdp", work)
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(steps):
-        step()
-    profile.disable()
-    pstats.Stats(profile).sort_stats("tottime").print_stats(45)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=tuple(workloads(1)), default=list(workloads(1)))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     keep_memory("benchmarks.host")
@@ -140,10 +125,6 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     works = workloads(options.layers)
-    if options.profile:
-        for name in options.models:
-            profiled(works[name])
-        return
     names = (*NAMES, *COMPILED) if options.compiled else NAMES
     rows, bar = list[Row](), Bar(len(options.models))
     for number, name in enumerate(options.models):

@@ -1,14 +1,13 @@
-"""Peak memory of fresh processes, and the largest batch that fits into a limit."""
+"""Peak memory of fresh processes."""
 
 from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,62 +126,6 @@ def resident_kib() -> int:
     """Peak resident memory of this process image (ru_maxrss would count the parent's at the fork)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0])
-
-
-# ---------------------------------------------------------------------- largest batch
-
-
-def largest_batch(needs: Callable[[int], float | None], limit: float, start: int, probes: int = 8) -> int:
-    """The largest batch size whose need is within the limit, to 2 % or one sample, by a linear guess and bisection.
-
-    needs: MiB of a batch size, None where it does not fit; limit: MiB. 0 where not one sample fits. Memory is taken to
-    grow with the batch; after `probes` measurements it is the largest size seen to fit.
-    """
-    fits, over, points = 0, 0, dict[int, float]()
-    size = max(start, 1)
-    for _ in range(probes):
-        mib = needs(size)
-        if mib is not None:
-            points[size] = mib
-        if mib is not None and mib <= limit:
-            fits = size
-        else:
-            over = size
-        if over and over - fits <= max(1, fits // 50):
-            break
-        size = _next(points, fits, over, limit)
-    return fits
-
-
-def _next(points: dict[int, float], fits: int, over: int, limit: float) -> int:
-    """Where to look next: on the line through the two largest sizes measured, or halfway where it says nothing new."""
-    nearest = sorted(points)[-2:]
-    slope = (points[nearest[1]] - points[nearest[0]]) / (nearest[1] - nearest[0]) if len(nearest) == 2 else 0.0
-    halfway = (fits + over) // 2 if over else 2 * fits
-    if slope <= 0 or math.isinf(limit):
-        return halfway
-    guess = int(nearest[1] + (limit - points[nearest[1]]) / slope)
-    if over and guess >= over:  # it was seen not to fit
-        return halfway
-    least = fits + max(1, fits // 50)  # past a guess that fitted, to close the bracket
-    return min(max(guess, least), over - 1 if over else 16 * fits)
-
-
-def largest(job: Job, name: str, limit: float, seconds: float | None = None) -> tuple[int, str]:
-    """A contender's largest batch within `limit` MiB, and which sizes could not be measured.
-
-    seconds: for one measurement of two steps; a size that takes longer counts as too large, and is said.
-    """
-    notes: list[str] = []
-    start = job.batch_size or job.work().batch_size
-
-    def needs(size: int) -> float | None:
-        found = peak(job._replace(batch_size=size), name, 2, seconds)
-        if found.status not in ("ok", OUT):
-            notes.append(f"batch {size}: {found.status}")
-        return found.mib
-
-    return largest_batch(needs, limit, start), "; ".join(notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables and figures of README.md and benchmarks/README.md, from the rows in benchmarks/data alone.
+"""The tables and figures of README.md, benchmarks/README.md and docs/gpu.md, from the rows in benchmarks/data alone.
 
     python -m benchmarks.report [--data DIR] [--no-figures]
 
@@ -8,7 +8,6 @@ README.md is left as it is while there are no rows of the suites cpu and gpu. Fi
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,8 @@ from .report_text import LOST, best, cell, note, size, two
 from .tables import between, table, wrapped
 
 ROOT = Path(__file__).parent.parent
-DATA, README, PAGE, FIGURES = ROOT / "benchmarks/data", ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "docs"
+DATA, FIGURES, GPU = ROOT / "benchmarks/data", ROOT / "docs", ROOT / "docs/gpu.md"
+README, PAGE = ROOT / "README.md", ROOT / "benchmarks/README.md"
 HOW = "`python -m benchmarks.training --suite {suite} --out benchmarks/data`, then `python -m benchmarks.report`"
 SHOWN = 4  # workloads in README.md, which is to stay short
 LINK = "[benchmarks/README.md](benchmarks/README.md)"
@@ -84,7 +84,7 @@ def summary(cases: Cases, room: int) -> str:
     lost = sum(bool(data.losses(mine[case])) for case in missed)
     more = f"{len(missed)} more workloads" + f" ({lost} with such cells)" * (lost > 0) + ", " if missed else ""
     mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in mine.values()) else ""
-    rest = f"{more}{'every' if more else 'Every'} contender, target and number, and where we lose: {LINK}."
+    rest = f"{more}{'every' if more else 'Every'} contender and number, and where we lose: {LINK}."
     told = f"{mark}{note(mine.values(), commits=False)}. {rest}"
     about = wrapped(f"{ABOUT} On {where('cpu', place)}: {headline(mine)}.")
     return "\n\n".join([about, table(HEAD, [line(*item) for item in shown.items()]), wrapped(told),
@@ -93,9 +93,8 @@ def summary(cases: Cases, room: int) -> str:
 
 def pictures(cases: Cases, folder: str, suites: Iterable[str]) -> str:
     """Links to the figures that there are rows for."""
-    names = [name for name in figure_names(cases) if name.split("_")[1].removesuffix(".png") in suites]
-    words = {False: "Time and memory by model", True: "Time against batch and sequence length"}
-    return " ".join(f"![{words['sweep' in name]}]({folder}{name})" for name in names)
+    names = [f"training_{suite}.png" for suite in suites]
+    return " ".join(f"![Time and memory by model]({folder}{name})" for name in figure_names(cases) if name in names)
 
 
 def stale(cases: Cases, folder: Path) -> list[str]:
@@ -107,7 +106,7 @@ def stale(cases: Cases, folder: Path) -> list[str]:
 # ---------------------------------------------------------------------- benchmarks/README.md
 
 FULL = ("workload, batch x length", "contender", "time", "of the floor", "step ms (20, 80 %)", "rounds", "MiB",
-        "memory", "largest batch", "error", "")  # fmt: skip
+        "memory", "error", "")  # fmt: skip
 
 
 def full(mine: Cases) -> str:
@@ -118,16 +117,15 @@ def full(mine: Cases) -> str:
             row = group[name]
             known = {column: "" if row[column] in data.EMPTY else row[column] for column in data.NEEDED}
             if row["status"] != OK:  # no time of what is wrong
-                known |= dict.fromkeys((*data.TIME, *data.MEMORY, *data.LARGEST), "")
+                known |= dict.fromkeys((*data.TIME, *data.MEMORY), "")
             ms = known["step_ms"] + f" ({known['p20_ms']}, {known['p80_ms']})" * bool(known["p20_ms"])
-            batch = known["largest_batch"] + f" ({known['largest_batch_ratio']})" * bool(known["largest_batch_ratio"])
             errors = " ".join(known[column] for column in data.CHECK if known[column])
             status = "" if row["status"] == OK else row["status"]  # what is right may have a note, too
             why = ": ".join(text for text in (status, _short(known["why"])) if text)
             bold = f"**{name}**" if name == OURS else name
             lines.append([f"{label(case)}, {size(case)}" if number == 0 else "", bold, known["ratio"],
                           two(data.of_floor(row)), ms, known["rounds"],
-                          known["peak_mib"], known["memory_ratio"], batch, errors, why])  # fmt: skip
+                          known["peak_mib"], known["memory_ratio"], errors, why])  # fmt: skip
     return table(FULL, lines)
 
 
@@ -159,23 +157,6 @@ def sections(cases: Cases) -> str:
     return "\n\n".join(parts)
 
 
-def targets(cases: Cases) -> str:
-    """Each target on each workload, and on how many it is met."""
-    parts = []
-    for suite, asked in data.TARGETS.items():
-        here = [item for place in data.places(cases, suite) for item in measured(cases, suite, place).items()]
-        if not here:
-            parts.append(f"{SUITES[suite]}: no rows yet.")
-            continue
-        found = [(case, data.verdicts(case, group)) for case, group in here]
-        marks = {True: "yes: ", False: "**no**: ", None: ""}
-        lines = [[f"{label(case)}, {size(case)}", *(marks[v.met] + v.text for v in given)] for case, given in found]
-        count = [[given[k].met for _, given in found] for k in range(len(asked))]
-        lines.append(["met on", *(f"{each.count(True)} of {len(each) - each.count(None)}" for each in count)])
-        parts.append(table([SUITES[suite], *asked], lines))
-    return "\n\n".join(parts)
-
-
 def where_we_lose(cases: Cases) -> str:
     """A line for each workload, batch and length where something else does better, sweeps included."""
     lines = []
@@ -199,20 +180,20 @@ def where_we_lose(cases: Cases) -> str:
 
 
 def readme(text: str, cases: Cases) -> str:
-    """README.md of today: as it is without rows; the first time, the marks take the place of all under "## Speed"."""
-    if "<!-- table: gpu -->" in text and (steps := report_gpu.summary(cases)):
-        text = between(text, "gpu", steps)
-    if not (made := summary(cases, SHOWN)):
-        return text
-    if "<!-- table: training -->" not in text:
-        text = re.sub(r"(\n## Speed\n).*?(?=\n## )", r"\1\n<!-- table: training -->\n<!-- end -->\n", text, flags=re.S)
-    return between(text, "training", made)
+    """README.md of today: as it is without rows."""
+    made = summary(cases, SHOWN)
+    return between(text, "training", made) if made else text
+
+
+def gpu_page(text: str, cases: Cases) -> str:
+    """docs/gpu.md of today."""
+    return between(text, "gpu", report_gpu.steps(cases))
 
 
 def page(text: str, cases: Cases) -> str:
     """benchmarks/README.md of today."""
     blocks: dict[str, Callable[[Cases], str]] = {
-        "training": sections, "targets": targets, "losses": where_we_lose,
+        "training": sections, "losses": where_we_lose,
         "gpu kernels": lambda _: report_gpu.kernels(DATA), "gpu host": lambda _: report_gpu.host(DATA),
     }  # fmt: skip
     for name, made in blocks.items():
@@ -226,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-figures", action="store_true")
     options = parser.parse_args(arguments)
     cases = data.newest(data.read(options.data))
-    for path, made in ((README, readme), (PAGE, page)):
+    for path, made in ((README, readme), (PAGE, page), (GPU, gpu_page)):
         path.write_text(made(path.read_text(), cases))
     if not figure_names(cases):
         none = f"no rows of the suites cpu and gpu in {options.data}"

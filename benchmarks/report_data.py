@@ -1,4 +1,4 @@
-"""Rows of the training benchmark: the newest of each measurement, which mode is best, where we lose, targets.
+"""Rows of the training benchmark: the newest of each measurement, which mode is best, where we lose.
 
 Knows only CSV files and the standard library, so that a report needs neither torch nor the contenders.
 """
@@ -9,7 +9,7 @@ import csv
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +20,9 @@ CASE = ("suite", "device", "threads", "sweep", "workload", "batch_size", "length
 # columns measured together, which another run may leave out; the first tells whether it did
 TIME = ("step_ms", "p20_ms", "p80_ms", "rounds", "ratio", "floor", "of_floor")
 MEMORY = ("peak_mib", "memory_ratio")
-LARGEST = ("largest_batch", "largest_batch_ratio")
 CHECK = ("error", "error_dtype")
 FACTS = ("torch", "triton", "opacus", "fastdp", "commit", "date")
-NEEDED = (*CASE, "contender", "status", "why", *TIME, *MEMORY, *LARGEST, *CHECK, *FACTS)
+NEEDED = (*CASE, "contender", "status", "why", *TIME, *MEMORY, *CHECK, *FACTS)
 
 # one of each family first: the order of tables and, where there is room for some only, of importance
 WORKLOADS = ("gpt2", "bert", "gpt2-lora", "vit-b16", "resnet18", "convnext-t", "cifar-cnn", "lstm", "llama-1b",
@@ -71,7 +70,7 @@ def read(folder: Path) -> list[Row]:
 def newest(rows: Iterable[Row]) -> Cases:
     """The last row of each case and contender, by date, then by place in the file.
 
-    Time, memory, largest batch and error may come from runs of their own: what the last row did not measure is taken
+    Time, memory and error may come from runs of their own: what the last row did not measure is taken
     from the one before, unless either of them failed. "commit" then names both.
     """
     found: Cases = {}
@@ -79,7 +78,7 @@ def newest(rows: Iterable[Row]) -> Cases:
         mine = found.setdefault(Case(*(row[column] for column in CASE)), {})
         before, fresh = mine.get(row["contender"]), dict(row)
         if before and before["status"] == OK == fresh["status"]:
-            for group in (TIME, MEMORY, LARGEST, CHECK):
+            for group in (TIME, MEMORY, CHECK):
                 if fresh[group[0]] in EMPTY and before[group[0]] not in EMPTY:
                     fresh |= {column: before[column] for column in group}
                     fresh["commit"] = " ".join(dict.fromkeys([*before["commit"].split(), *fresh["commit"].split()]))
@@ -147,11 +146,11 @@ class Best(NamedTuple):
     value: float
 
 
-def best_opacus(group: dict[str, Row], column: str, most: bool = False) -> Best | None:
+def best_opacus(group: dict[str, Row], column: str) -> Best | None:
     """None where no mode has the number."""
     values = {name.removeprefix("opacus "): number(row, column) for name, row in group.items() if _opacus(name)}
     found = [Best(mode, value) for mode, value in values.items() if value is not None]
-    return (max if most else min)(found, key=lambda best: best.value) if found else None
+    return min(found, key=lambda best: best.value) if found else None
 
 
 def _opacus(name: str) -> bool:
@@ -166,41 +165,28 @@ def speed_up(group: dict[str, Row]) -> float | None:
 
 def losses(group: dict[str, Row]) -> list[str]:
     """Where another contender does better than fastdp with flat, local clipping; in words."""
-    ours = group.get(OURS)
-    found: list[str] = []
+    ours, found = group.get(OURS), list[str]()
     if ours is None:
         return found
-    modes = {name: row for name, row in group.items() if _opacus(name)}
-
-    def told(what: str, mine: str, column: str, wins: Callable[[float], bool]) -> None:
-        numbers = {name: number(row, column) for name, row in modes.items()}
+    for column, what in (("ratio", "time"), ("memory_ratio", "memory")):
+        mine, failed = number(ours, column), ours["status"] != OK and column == "ratio"
         better = [
-            f"{name} {modes[name][column]}" for name, value in numbers.items() if value is not None and wins(value)
-        ]
+            f"{name} {row[column]}" for name, row in group.items() if _opacus(name)
+            and (value := number(row, column)) is not None and (failed or (mine is not None and value < mine))
+        ]  # fmt: skip
         if better:
-            found.append(f"{what}: fastdp {mine}, {', '.join(better)}")
-
-    if ours["status"] != OK:
-        told("time", ours["status"], "ratio", lambda value: True)
-    for column, what, unit in (
-        ("ratio", "time", 1),
-        ("memory_ratio", "memory", 1),
-        ("largest_batch", "largest batch", -1),
-    ):
-        mine = number(ours, column)
-        if mine is not None:
-            told(what, ours[column], column, lambda value, mine=mine, unit=unit: unit * value < unit * mine)  # type: ignore[misc]
+            found.append(f"{what}: fastdp {ours['status'] if failed else ours[column]}, {', '.join(better)}")
     return found
 
 
-def beaten(group: dict[str, Row], column: str, most: bool = False) -> bool:
-    """Whether a mode of Opacus does better in this column, or has a number where we have none."""
-    best, ours = best_opacus(group, column, most), number(group.get(OURS), column)
+def beaten(group: dict[str, Row], column: str) -> bool:
+    """Whether a mode of Opacus does better in this column, or has a number where we failed."""
+    best, ours = best_opacus(group, column), number(group.get(OURS), column)
     if best is None:
         return False
     if ours is None:
         return OURS in group and group[OURS]["status"] != OK
-    return best.value > ours if most else best.value < ours
+    return best.value < ours
 
 
 def by_compiling(group: dict[str, Row]) -> str:
@@ -209,72 +195,6 @@ def by_compiling(group: dict[str, Row]) -> str:
     if compiled is None or ours is None or compiled >= 1:
         return ""
     return f"ordinary training takes {compiled:.2f} compiled: fastdp's {ours:.2f} is {ours / compiled:.2f} of that"
-
-
-# ---------------------------------------------------------------------- targets
-
-
-class Verdict(NamedTuple):
-    """Of a target on one workload: met or not, or None where it asks nothing or was not measured."""
-
-    met: bool | None
-    text: str
-
-
-LANGUAGE, CNN = ("gpt", "llama", "bert", "roberta", "lstm"), ("resnet", "convnext", "mnist-cnn", "cifar-cnn")
-TARGETS = {
-    "cpu": ("faster than every Opacus mode", "1.7x the best Opacus mode, if that costs over 1.8",
-            "of the floor: 1.10 (language), 1.30 (CNN)", "memory at most 1.10"),
-    "gpu": ("of the floor: 1.08", "2x Opacus ghost", "largest batch at least 0.90"),
-}  # fmt: skip
-
-
-def allowed(workload: str) -> float | None:
-    """Of the floor, on the CPU; None where the targets name no such model (ViT)."""
-    return 1.10 if workload.startswith(LANGUAGE) else 1.30 if workload.startswith(CNN) else None
-
-
-def verdicts(case: Case, group: dict[str, Row]) -> list[Verdict]:
-    """One for each of the suite's TARGETS; numbers are compared as they are shown, with two digits."""
-    ours = group.get(OURS)
-    if ours is None:
-        return [Verdict(None, "not measured")] * len(TARGETS[case.suite])
-    if ours["status"] != OK:
-        return [Verdict(False, ours["status"])] * len(TARGETS[case.suite])
-    if case.suite == "gpu":
-        ghost, mine = number(group.get("opacus ghost"), "ratio"), number(ours, "ratio")
-        return [
-            _at_most(of_floor(ours), 1.08),
-            _at_least(round(ghost / mine, 2) if ghost and mine else None, 2.0, _why(group.get("opacus ghost"))),
-            _at_least(number(ours, "largest_batch_ratio"), 0.9),
-        ]
-    best, faster = best_opacus(group, "ratio"), speed_up(group)
-    dear = Verdict(None, "asks nothing" if best else "no mode runs")
-    if best and best.value > 1.8:
-        dear = _at_least(faster, 1.7)
-    limit = allowed(case.workload)
-    return [
-        Verdict(faster > 1, f"{faster:.2f}x {best.mode}") if best and faster else Verdict(None, "no mode runs"),
-        dear,
-        _at_most(of_floor(ours), limit) if limit else Verdict(None, _text(of_floor(ours)) + " (no target)"),
-        _at_most(number(ours, "memory_ratio"), 1.1),
-    ]
-
-
-def _at_most(value: float | None, limit: float) -> Verdict:
-    return Verdict(None if value is None else value <= limit, _text(value))
-
-
-def _at_least(value: float | None, limit: float, why: str = "not measured") -> Verdict:
-    return Verdict(None, why) if value is None else Verdict(value >= limit, f"{value:.2f}")
-
-
-def _why(row: Row | None) -> str:
-    return "not measured" if row is None or row["status"] == OK else row["status"]
-
-
-def _text(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.2f}"
 
 
 # ---------------------------------------------------------------------- what tables and figures are made of
@@ -295,15 +215,9 @@ def measured(cases: Cases, suite: str, place: tuple[str, str], sweep: str = "-")
 
 
 def figure_names(cases: Cases) -> list[str]:
-    """Files of the figures: training_SUITE.png, training_SUITE_sweep.png."""
-    found = []
-    for suite in ("cpu", "gpu"):
-        for place in places(cases, suite)[:1]:
-            if measured(cases, suite, place):
-                found.append(f"training_{suite}.png")
-            if any(measured(cases, suite, place, sweep) for sweep in ("batch", "length")):
-                found.append(f"training_{suite}_sweep.png")
-    return found
+    """Files of the figures: training_SUITE.png."""
+    suites = [suite for suite in ("cpu", "gpu") for place in places(cases, suite)[:1] if measured(cases, suite, place)]
+    return [f"training_{suite}.png" for suite in suites]
 
 
 def stamp(cases: Cases) -> str:

@@ -6,10 +6,6 @@
 One process makes the steps of rank 0. Its tensors have no numbers (fake tensors), and its collectives go nowhere (the
 fake process group), but fully_shard, the engine and the optimizer are those of every step. Memory is the sum of the
 storages that are alive, at its largest; on a device, the allocator's rounding and the kernels' scratch come to it.
-
-The time on paper assumes that all products run at --flop operations a second and that every collective moves its bytes
-at --link bytes a second and rank. Ordinarily gathers run beside the products of forward and backward, and sums beside
-those of the backward; with flat clipping, sums are exchanged once the norms are known, beside the sums' products.
 """
 
 from __future__ import annotations
@@ -63,8 +59,6 @@ class Setting(NamedTuple):
     tokens: int = 2048
     lora: int = 0
     copies: int = 1
-    samples: int = 1
-    budget: int | None = None
 
 
 class Checkpointed(nn.Module):
@@ -176,11 +170,11 @@ def one_step(setting: Setting, private: bool) -> Meter:
         if private:
             optimizer: Any = fastdp.DPAdamW(
                 model, lr=1e-4, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.01, seed=0,
-                expected_batch_size=setting.samples * setting.ranks, memory_budget=setting.budget,
+                expected_batch_size=setting.ranks,
             )  # fmt: skip
         else:
             optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=False, foreach=False)
-        ids = torch.randint(0, 100, (setting.samples, setting.tokens))
+        ids = torch.randint(0, 100, (1, setting.tokens))
         for _ in range(2):
             meter = Meter()
             meter.hold("weights", model.parameters())
@@ -206,7 +200,7 @@ def report(setting: Setting, ordinary: Meter, private: Meter) -> list[str]:
     name = f"Llama {setting.size}, {trained}, {setting.ranks} ranks"
     if setting.copies > 1:
         name += f" ({setting.copies} copies of {setting.ranks // setting.copies} parts)"
-    lines = [f"{name}, {setting.samples} x {setting.tokens} tokens a rank"]
+    lines = [f"{name}, {setting.tokens} tokens a rank"]
     kinds = sorted({*ordinary.peak_by, *private.peak_by})
     lines.append(f"  {'GiB at the peak':24s}{'ordinary':>10s}{'private':>10s}")
     for kind in [*kinds, "all"]:
@@ -219,34 +213,8 @@ def report(setting: Setting, ordinary: Meter, private: Meter) -> list[str]:
     return lines
 
 
-def products(setting: Setting) -> tuple[float, float, float]:
-    """Operations of one product of all weights and the tokens, of the norms, and of the clipped sums."""
-    shape = SIZES[setting.size]
-    d, hidden, narrow = shape["d"], shape["hidden"], shape["d"] // shape["heads"] * shape["groups"]
-    layer = [(d, d), (d, narrow), (d, narrow), (d, d), (d, hidden), (d, hidden), (hidden, d)]
-    matrices = layer * shape["layers"] + [(d, shape["vocabulary"])]
-    tokens, length = setting.samples * setting.tokens, setting.tokens
-    whole = sum(2.0 * tokens * i * o for i, o in matrices)
-    if setting.lora:
-        small = sum(2.0 * tokens * setting.lora * (i + o) for i, o in matrices[:-1])
-        return whole, small, 0.0  # gradients of adapters are stored
-    return whole, sum(min(1.0 * tokens * length * (i + o), 2.0 * tokens * i * o) for i, o in matrices), whole
-
-
-def paper(setting: Setting, ordinary: Meter, private: Meter, flop: float, link: float) -> tuple[float, float]:
-    """Seconds of an ordinary step with checkpointing, and of a private one; see above."""
-    product, norms, sums = (count / flop for count in products(setting))
-    gather, scatter = (ordinary.sent.get(kind, (0, 0))[1] / link for kind in ("all-gather", "reduce-scatter"))
-    copies = [m.sent.get("all-reduce", (0, 0))[1] / link for m in (ordinary, private)]
-    forward = max(product, gather / 2)
-    weights = 0.0 if setting.lora else product
-    usual = forward + max(2 * product + weights, gather / 2 + scatter + copies[0])
-    mine = private.sent.get("reduce-scatter", (0, 0))[1] / link + copies[1]
-    return usual, forward + max(2 * product, gather / 2) + norms + max(sums, mine)
-
-
-def rows(setting: Setting, ordinary: Meter, private: Meter, times: Sequence[float]) -> Iterator[dict[str, object]]:
-    for step, meter, seconds in (("ordinary", ordinary, times[0]), ("private", private, times[1])):
+def rows(setting: Setting, ordinary: Meter, private: Meter) -> Iterator[dict[str, object]]:
+    for step, meter in (("ordinary", ordinary), ("private", private)):
         held = {
             kind.replace(":", "").replace(" ", "_") + "_gib": round(size / 2**30, 3)
             for kind, size in meter.peak_by.items()
@@ -255,7 +223,7 @@ def rows(setting: Setting, ordinary: Meter, private: Meter, times: Sequence[floa
         size = sum(size for _, size in meter.sent.values())
         yield {
             **setting._asdict(), "step": step, "peak_gib": round(sum(meter.peak_by.values()) / 2**30, 3), **held,
-            "collectives": number, "sent_gib": round(size / 2**30, 3), "paper_s": round(seconds, 4),
+            "collectives": number, "sent_gib": round(size / 2**30, 3),
         }  # fmt: skip
 
 
@@ -266,8 +234,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank's one sample")
     parser.add_argument("--lora", nargs="+", type=int, default=[0, 16], help="ranks of adapters; 0: the whole model")
     parser.add_argument("--copies", type=int, default=1, help="ranks that hold the same part (HSDP)")
-    parser.add_argument("--flop", type=float, default=400e12, help="operations a second of products")
-    parser.add_argument("--link", type=float, default=50e9, help="bytes a second of a rank's collectives")
     parser.add_argument("--out", type=Path, help="append rows to this CSV file")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -277,13 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 setting = Setting(size, ranks, options.tokens, lora, options.copies)
                 begun = time.monotonic()
                 found = [one_step(setting, private) for private in (False, True)]
-                times = paper(setting, *found, options.flop, options.link)
                 print("\n".join(report(setting, *found)))
-                print(f"  on paper: {times[0]:.3f} s, private {times[1]:.3f} s, {times[1] / times[0]:.2f} of it")
                 print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
                 if options.out is not None:
                     facts = {"commit": commit(), "torch": torch.__version__}
-                    new = [facts | row for row in rows(setting, *found, times)]
+                    new = [facts | row for row in rows(setting, *found)]
                     append(options.out, new, list(dict.fromkeys(name for row in new for name in row)))
 
 

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastdp.utils.progress_bar import Bar
-
-from .contenders import CONTENDERS, Step, trained
+from .contenders import CONTENDERS, Step
 from .models import Workload
 from .timing import synchronize
 
@@ -81,34 +79,9 @@ def step_of(name: str, work: Workload, place: Place = CPU) -> Step:
     return contender.make(contender.prepare(build(work, place)), work)
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a line for each phase."""
-
-    def __init__(self, total: int = 1) -> None:
-        self.done, self.live, self.begin = 0, sys.stderr.isatty(), time.perf_counter()
-        self.bar = Bar(float(max(total, 1)))
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.bar.clear()
-        print(text, file=sys.stderr, flush=True)
-
-    def phase(self, share: float, text: str) -> None:
-        """What begins now."""
-        if self.live:
-            self.at(share, text)
-        else:
-            self.say(f"{time.perf_counter() - self.begin:6.0f} s  {text}")
-
-    def at(self, share: float, text: str) -> None:
-        """The present workload is so far (0 to 1); only a terminal shows it."""
-        if self.live:
-            self.bar.at(self.done + share, text)
-
-    def finished(self) -> None:
-        """One more workload is done."""
-        self.done += 1
-        self.at(0.0, "")
+def say(text: str) -> None:
+    """What begins now."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -126,8 +99,8 @@ class Run:
         self.status, self.why, self.step, self.times = status, why, None, []
 
 
-def interleaved(work: Workload, names: Sequence[str], rounds: int, place: Place = CPU, limit: float = math.inf,
-                progress: Progress | None = None) -> dict[str, Run]:  # fmt: skip
+def interleaved(work: Workload, names: Sequence[str], rounds: int, place: Place = CPU, limit: float = math.inf
+                ) -> dict[str, Run]:  # fmt: skip
     """Steps of every contender, round robin after warm-up; a slow one makes fewer rounds, LEAST at least.
 
     limit: seconds for each. A contender whose one step takes longer is "out of time"; a first step that compiles may
@@ -136,12 +109,8 @@ def interleaved(work: Workload, names: Sequence[str], rounds: int, place: Place 
     x, y = batch(work, place)
     runs = {name: Run() for name in names}
     for name, run in runs.items():
-        if progress:
-            progress.at(0.1, f"warming up {name}")
         _guarded(run, lambda run=run, name=name: _warm(run, name, work, x, y, place, rounds, limit), place, limit)
     for number in range(rounds):
-        if progress:
-            progress.at(0.2 + 0.8 * number / rounds, f"round {number + 1} of {rounds}")
         for run in runs.values():
             # the planned rounds spread over all of them
             if run.step is not None and (number + 1) * run.planned // rounds > number * run.planned // rounds:
@@ -213,37 +182,3 @@ def _guarded(run: Run, do: Callable[[], None], place: Place, limit: float) -> No
     # outside of the handlers, whose tracebacks hold the step's tensors
     if place.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def room_mib(place: Place) -> float:
-    """Memory that contenders may fill together."""
-    if place.device.type == "cuda":
-        return 0.9 * torch.cuda.mem_get_info(place.device)[0] / 2**20
-    with open("/proc/meminfo") as file:
-        lines = dict(line.split(":") for line in file)
-    return 0.7 * int(lines["MemAvailable"].split()[0]) / 1024
-
-
-def guessed_mib(name: str, work: Workload, place: Place) -> float:
-    """A contender's memory where it was not measured: weights, gradient, Adam's state, and per-sample gradients."""
-    with torch.device("meta"):
-        model = work.build()
-    own = sum(p.numel() for p in trained(model))
-    every = sum(p.numel() for p in model.parameters())
-    stored = work.batch_size * own if name.startswith("opacus") and not name.endswith("ghost") else own
-    return (every + 3 * own + stored) * place.dtype.itemsize * 1.5 / 2**20
-
-
-def grouped(names: Sequence[str], needs: dict[str, float], room: float, base: str = "non-private") -> list[list[str]]:
-    """Contenders that fit into memory together, each group with ordinary training."""
-    groups: list[list[str]] = []
-    for name in names:
-        if name == base:
-            continue
-        for group in groups:
-            if sum(needs[n] for n in group) + needs[name] <= room:
-                group.append(name)
-                break
-        else:
-            groups.append([*([base] if base in names else []), name])
-    return groups or [list(names)]

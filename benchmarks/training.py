@@ -1,18 +1,16 @@
-"""Time, memory and largest batch of a private step, against ordinary training, every Opacus mode and the floor.
+"""Time and memory of a private step, against ordinary training, every Opacus mode and the floor.
 
     python -m benchmarks.training --suite cpu|gpu|quick [--models gpt bert ...] [--contenders fastdp ...]
         [--rounds 9] [--time-limit 60] [--patience 1] [--sweep batch|length|none] [--no-memory | --memory-here]
-        [--largest-batch]
         [--dtype float32 bfloat16] [--out DIR]
 
 Before anything is timed, the gradient of each contender without noise is compared with the truth, taken one sample at a
 time: a wrong contender gets no time (`benchmarks.exactness`). Steps of all contenders are then interleaved in one
-process, in groups if they do not fit into memory together, each group with ordinary training; medians and 20 and 80
-percentiles (`benchmarks.steps`). The C library's allocator keeps freed memory, for all (--system-allocator: as it is).
-Peak memory is that of a fresh process for each (`benchmarks.memory`), or with --memory-here, on a GPU, what the
-allocator tells of each within the one process. `floor` is the least that an exact step can cost
-(`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or training_cuda.csv in DIR. 16-bit
-types mean weights, gradients and optimizer state of that type, for all contenders.
+process; medians and 20 and 80 percentiles (`benchmarks.steps`). The C library's allocator keeps freed memory, for all
+(--system-allocator: as it is). Peak memory is that of a fresh process for each (`benchmarks.memory`), or with
+--memory-here, on a GPU, what the allocator tells of each within the one process. `floor` is the least that an exact
+step can cost (`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or training_cuda.csv in
+DIR. 16-bit types mean weights, gradients and optimizer state of that type, for all contenders.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,18 +29,18 @@ import torch
 from .contenders import CONTENDERS, DEFAULT
 from .exactness import Verdict, judge
 from .floor import floor
-from .memory import Job, Peak, largest, peaks
-from .steps import OUT, Place, Progress, Run, grouped, guessed_mib, interleaved, room_mib
+from .memory import Job, Peak, peaks
+from .steps import OUT, Place, Run, interleaved, say
 from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
 from .timing import FACTS, Row, append, keep_memory, require_kernels, roofs, show, versions
 
 COLUMNS = (
     "suite", "sweep", "workload", "contender", "batch_size", "length", "dtype", "status", "why", "ratio", "floor",
-    "of_floor", "step_ms", "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch",
-    "largest_batch_ratio", "error", "error_dtype", *FACTS,
+    "of_floor", "step_ms", "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio",
+    "error", "error_dtype", *FACTS,
 )  # fmt: skip
 SHOWN = ("workload", "contender", "batch_size", "length", "dtype", "status", "ratio", "floor", "of_floor", "step_ms",
-         "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch", "error")  # fmt: skip
+         "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "error")  # fmt: skip
 BASE = "non-private"
 TYPES = ("float32", "bfloat16", "float16")
 DEFAULT_TYPES = {"cpu": ("float32",), "quick": ("float32",), "gpu": ("float32", "bfloat16")}
@@ -52,18 +50,15 @@ STARTING = 60.0  # seconds that a fresh process may take beside its steps
 
 @dataclass
 class Options:
-    """How to measure; limit: seconds for each contender and workload, memory_limit: MiB for the largest batch."""
+    """How to measure; limit: seconds for each contender and workload."""
 
     names: Sequence[str] = DEFAULT
     rounds: int = 9
     limit: float = math.inf
     memory: bool = True
     here: bool = False  # on a GPU: memory by its allocator, in this process
-    largest: bool = False
-    memory_limit: float = 4096.0
     roof: tuple[float, float] = (1.0, 1.0)
     sweep: str = "-"
-    progress: Progress = field(default_factory=Progress)
 
 
 class Found(NamedTuple):
@@ -71,45 +66,22 @@ class Found(NamedTuple):
 
     verdicts: dict[str, Verdict]
     runs: dict[str, Run]
-    bases: dict[str, Run]  # ordinary training in the contender's group
     peaks: dict[str, Peak]
-    largest: dict[str, tuple[int, str]]
 
 
 def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = None) -> Found:
-    """Check, then memory, then time, then the largest batch; verdicts: of the same workload at another size."""
-    work, place, limit, progress = job.work(), job.place(), options.limit, options.progress
+    """Check, then memory, then time; verdicts: of the same workload at another size."""
+    work, place, limit = job.work(), job.place(), options.limit
     if verdicts is None:
-        progress.phase(0.0, f"{job.workload}: is every contender right?")
         verdicts = judge(options.names, work, place, limit)
     good = [name for name in options.names if verdicts[name].status == "ok"]
     seconds = None if math.isinf(limit) else limit + STARTING
-    if options.memory:
-        progress.phase(0.05, f"{job.workload}: memory")
     mib = peaks(job, good, seconds) if options.memory and not options.here else {}
-    room = room_mib(place)
-    needs = {name: mib[name].mib if name in mib and mib[name].mib is not None else guessed_mib(name, work, place)
-             for name in good}  # fmt: skip
-    parts = grouped(good, {name: float(need or 0.0) for name, need in needs.items()}, room, BASE)
-    if len(parts) > 1:
-        progress.say(f"{job.workload}: contenders fill more than {room:.0f} MiB together, so they run in {len(parts)} "
-                     "groups: " + "; ".join(", ".join(part) for part in parts))  # fmt: skip
-    runs: dict[str, Run] = {}
-    bases: dict[str, Run] = {}
-    progress.phase(0.1, f"{job.workload}: time")
-    for part in parts:
-        found = interleaved(work, part, options.rounds, place, limit, progress)
-        runs = found | runs  # ordinary training's row is of the first group
-        bases |= {name: found[BASE] for name in part if BASE in found and name not in bases}
+    say(f"{job.workload}: time")
+    runs = interleaved(work, good, options.rounds, place, limit)
     if options.here:
         mib = {name: Peak(run.peak_mib) for name, run in runs.items() if run.peak_mib is not None}
-    timed = [name for name in runs if runs[name].status == "ok" and CONTENDERS[name].resident]
-    bound = room_mib(place) / 0.9 if place.device.type == "cuda" else options.memory_limit
-    most = {}
-    for name in timed if options.largest else ():
-        progress.phase(0.9, f"{job.workload}: largest batch of {name}")
-        most[name] = largest(job, name, bound, seconds)
-    return Found(verdicts, runs, bases, mib, most)
+    return Found(verdicts, runs, mib)
 
 
 def rows_of(job: Job, options: Options, verdicts: dict[str, Verdict] | None = None) -> list[Row]:
@@ -136,16 +108,9 @@ def row_of(job: Job, sweep: str, name: str, found: Found, least: float | None) -
     if least is not None and private:
         row["floor"] = f"{least:.2f}"
     if status == "ok" and run is not None and run.times:
-        row |= _times(run.times, found.bases.get(name), least if private else None)
+        row |= _times(run.times, found.runs.get(BASE), least if private else None)
     if status == "ok" and peak is not None:
         row |= _memory(peak, found.peaks.get(BASE))
-    if status == "ok" and name in found.largest:
-        most, note = found.largest[name]
-        row["largest_batch"] = most
-        if found.largest.get(BASE, (0, ""))[0]:
-            row["largest_batch_ratio"] = f"{most / found.largest[BASE][0]:.2f}"
-        if note:
-            row["why"] = f"largest batch: {note}"
     return row
 
 
@@ -197,8 +162,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     memory.add_argument(
         "--memory-here", action="store_true", help="on a GPU: by its allocator, without other processes"
     )
-    parser.add_argument("--largest-batch", action="store_true", help="in --memory-limit, on a GPU in all of its memory")
-    parser.add_argument("--memory-limit", type=float, default=4.0, help="GiB of a process on the CPU")
     parser.add_argument("--dtype", nargs="+", choices=TYPES)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the suite's")
     parser.add_argument("--small", action="store_true", help="the small variants, to try the benchmark")
@@ -229,24 +192,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name.startswith("fastdp"):
             CONTENDERS[name] = CONTENDERS[name]._replace(patience=max(told.patience, CONTENDERS[name].patience))
     options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.memory_here,
-                      told.largest_batch, 1024 * told.memory_limit, sweep=told.sweep.replace("none", "-"),
-                      progress=Progress(len(wanted)))  # fmt: skip
+                      sweep=told.sweep.replace("none", "-"))  # fmt: skip
     rows: list[Row] = []
     for dtype in types:
         options.roof = roofs(torch.device(device), getattr(torch, dtype))
         checked: dict[str, dict[str, Verdict]] = {}  # a sweep's workload is checked once
         for job in (job for job in wanted if job.dtype == dtype):
             work = job.work()
-            options.progress.say(f"{job.workload}, {dtype}, batch {work.batch_size}, length {work.length}")
+            say(f"{job.workload}, {dtype}, batch {work.batch_size}, length {work.length}: is every contender right?")
             if job.workload not in checked:
-                options.progress.phase(0.0, f"{job.workload}: is every contender right?")
                 checked[job.workload] = judge(options.names, work, job.place(), options.limit)
             found = rows_of(job, options, checked[job.workload])
             if told.out:  # job by job: a run cut short keeps what it has
                 append(told.out / f"training_{device}.csv", found, COLUMNS)
             rows += found
-            options.progress.finished()
-    options.progress.say("")
     show(rows, SHOWN)
 
 

@@ -11,7 +11,6 @@ Any number of processes makes the same steps on the same records; on GPUs, `acce
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, send_to_device
-from digits import convolutions, digits
+from digits import convolutions, digits, parser
 
 import fastdp
 
@@ -67,13 +66,11 @@ def accuracy(accelerator, model, x, y) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--fsdp", action="store_true", help="lay the model in parts on all processes")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
+    made.add_argument("--cpu", action="store_true")
+    made.add_argument("--fsdp", action="store_true", help="lay the model in parts on all processes")
+    options = made.parse_args()
     epochs = 3 if options.quick else 30
     settings = (epochs, options.epsilon, options.mixed_precision, options.cpu, options.fsdp)
 

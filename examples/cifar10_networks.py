@@ -1,17 +1,14 @@
 """The pre-trained networks of finetune_cifar10.py: SqueezeNet 1.1 (1.24M) and a ViT-S/14 of DINOv2's shape (22M).
 
 Neither has batch norm, which couples samples. Weights come in the files that people have of them: torchvision's
-state dict or a pickle of arrays for the one, a hub's model or an ONNX file for the other.
+state dict for the one, a hub's model or an ONNX file for the other.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,7 +42,7 @@ class SqueezeNet(nn.Module):
             Fire(128, 32, 128), Fire(256, 32, 128), pool(), Fire(256, 48, 192), Fire(384, 48, 192),
             Fire(384, 64, 256), Fire(512, 64, 256),
         )  # fmt: skip
-        # what an image is made of 0..1, red first; set by the weights' file
+        # of images of 0 to 1, red first
         self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
         self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
 
@@ -53,51 +50,10 @@ class SqueezeNet(nn.Module):
         return self.features((images - self.mean) / self.std).mean((2, 3))
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Admits numpy arrays of plain numbers and nothing else: a pickle may otherwise run any code."""
-
-    ALLOWED = {("_reconstruct", "multiarray"), ("ndarray", "numpy"), ("dtype", "numpy")}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if not module.startswith("numpy") or (name, module.rpartition(".")[2]) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"the weights' file asks for {module}.{name}: only arrays are admitted")
-        if name == "_reconstruct":
-            return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-        return getattr(np, name)
-
-
-def arrays_of(data: bytes) -> dict[str, list[np.ndarray]]:
-    """A pickled dict of lists of arrays. Raises UnpicklingError on anything else."""
-    found = _ArraysOnly(io.BytesIO(data)).load()
-    if not isinstance(found, dict) or not all(
-        isinstance(a, np.ndarray) and a.dtype.kind == "f" for arrays in found.values() for a in arrays
-    ):
-        raise pickle.UnpicklingError("the weights' file is no dict of lists of arrays of floats")
-    return found
-
-
 def squeezenet(weights: Path) -> SqueezeNet:
-    """With weights from torchvision's state dict (.pth), or from a pickle of Keras's arrays (.pkl; made of Caffe's)."""
-    model = SqueezeNet()
-    if weights.suffix == ".pth":
-        state = torch.load(weights, weights_only=True)
-        model.load_state_dict({name: t for name, t in state.items() if name.startswith("features.")}, strict=False)
-        return model
-    arrays, fires = arrays_of(weights.read_bytes()), [i for i, m in enumerate(model.features) if isinstance(m, Fire)]
-    layers = {"conv1": model.features[0]}
-    for number, place in enumerate(fires, start=2):
-        fire = model.features[place]
-        layers |= {f"fire{number}/squeeze1x1": fire.squeeze, f"fire{number}/expand1x1": fire.expand1x1,
-                   f"fire{number}/expand3x3": fire.expand3x3}  # fmt: skip
-    with torch.no_grad():
-        for name, layer in layers.items():
-            kernel, bias = (torch.from_numpy(np.ascontiguousarray(a)) for a in arrays[name])
-            layer.weight.copy_(kernel.permute(3, 2, 0, 1))  # [height, width, in, out] of Keras
-            layer.bias.copy_(bias)
-        # Caffe's images are blue, green, red, of 0..255 less the mean
-        model.features[0].weight.copy_(model.features[0].weight.flip(1))
-    model.mean.copy_(torch.tensor([123.68, 116.779, 103.939]).view(3, 1, 1) / 255)
-    model.std.fill_(1 / 255)
+    """With the weights of torchvision's state dict."""
+    model, state = SqueezeNet(), torch.load(weights, weights_only=True)
+    model.load_state_dict({name: t for name, t in state.items() if name.startswith("features.")}, strict=False)
     return model
 
 

@@ -1,7 +1,7 @@
-"""What the fine-tuning examples share: options, one training loop for every engine, a row of results.
+"""What the fine-tuning examples share: options, one training loop, a row of results.
 
 The loop is an ordinary one. What makes it private is the optimizer and the Poisson loader; the same loop with
-`--engine none` or Opacus's two ways gives the figures to compare with.
+`--engine none` gives the figures to compare with.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # examples run 
 
 from benchmarks.timing import Row, append, versions
 
-ENGINES = ("fastdp", "opacus-hooks", "opacus-ghost", "none")
+ENGINES = ("fastdp", "none")
 COLUMNS = (
     "task", "model", "method", "engine", "setting", "epsilon_target", "epsilon", "delta", "noise_multiplier",
     "sample_rate", "batch_size", "records", "steps", "epochs", "lr", "head_lr", "clipping", "max_grad_norm",
@@ -80,8 +79,6 @@ def parser(description: str, methods: Sequence[str]) -> argparse.ArgumentParser:
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None, defaults: Callable[..., Defaults]) -> Any:
     """Parse; what was not given is filled in from defaults(method, private). Checks what belongs together."""
     options = made.parse_args(arguments)
-    if options.engine.startswith("opacus") and options.clipping != "local":
-        made.error(f"--engine {options.engine} clips by --clipping local only")
     if options.engine != "none" and not options.epsilon > 0:
         made.error("--epsilon must be positive; without privacy: --engine none")
     for name, value in defaults(options.method, options.engine != "none")._asdict().items():
@@ -129,62 +126,13 @@ def move(batch: Any, device: str) -> Any:
     return tuple(move(value, device) for value in batch)
 
 
-# ---------------------------------------------------------------------- engines
-
-
-class Engine(NamedTuple):
-    """A training step's parts: model to call, backward of the losses of a physical batch, and the end of it."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    backward: Callable[[Tensor], None]
-    epsilon: Callable[[], float]
-
-
-def engine_of(model: nn.Module, loader: Any, sigma: float, options: Any) -> Engine:
-    """The chosen engine on a model."""
+def optimizer_of(model: nn.Module, sigma: float, options: Any) -> Any:
+    """DP-AdamW, or AdamW with --engine none."""
     groups = groups_of(model, options)
-    if options.engine == "fastdp":
-        ours = fastdp.DPAdamW(
-            model, params=groups, weight_decay=0.0, noise_multiplier=sigma, clipping=options.clipping,
-            max_grad_norm=options.max_grad_norm,
-        )  # fmt: skip
-        return Engine(model, ours, lambda losses: mean(losses).backward(), lambda: ours.epsilon(options.delta))
-    inner = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     if options.engine == "none":
-        return Engine(model, inner, lambda losses: (losses.sum() / options.batch_size).backward(), lambda: math.inf)
-    return _opacus(model, inner, loader, sigma, options)
-
-
-def _opacus(model: nn.Module, inner: torch.optim.Optimizer, loader: Any, sigma: float, options: Any) -> Engine:
-    """Opacus as its documentation says: GradSampleModule and DPOptimizer, or the pair for ghost clipping."""
-    from opacus.accountants import PRVAccountant
-    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-
-    warnings.filterwarnings("ignore", module="torch.nn.modules.module")  # its backward hooks on every step
-    ghost, r = options.engine == "opacus-ghost", options.max_grad_norm
-    common = dict(noise_multiplier=sigma, max_grad_norm=r, expected_batch_size=options.batch_size)
-    accountant = PRVAccountant()
-    wrapped: Any
-    optimizer: Any
-    if ghost:
-        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=r, use_ghost_clipping=True)
-        optimizer = DPOptimizerFastGradientClipping(inner, **common)
-    else:
-        wrapped, optimizer = GradSampleModule(model), DPOptimizer(inner, **common)
-    optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=loader.sample_rate))
-
-    def backward(losses: Tensor) -> None:
-        batch = current()
-        optimizer.signal_skip_step(do_skip=batch is not None and not batch.final)
-        if ghost:
-            DPTensorFastGradientClipping(wrapped, optimizer, losses, "mean").backward()
-        else:
-            losses.mean().backward()
-
-    return Engine(wrapped, optimizer, backward, lambda: accountant.get_epsilon(options.delta) if sigma else math.inf)
+        return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+    return fastdp.DPAdamW(model, params=groups, weight_decay=0.0, noise_multiplier=sigma, clipping=options.clipping,
+                          max_grad_norm=options.max_grad_norm)  # fmt: skip
 
 
 def mean(losses: Tensor) -> Tensor:
@@ -225,19 +173,20 @@ def train(
     print(f"{options.engine}: {count:,} trainable parameters, {len(data):,} records, sample rate "
           f"{loader.sample_rate:.4f}, {steps} steps, noise multiplier {sigma:.3f}", flush=True)  # fmt: skip
     model.to(options.device).train()
-    engine = engine_of(model, loader, sigma, options)
+    optimizer = optimizer_of(model, sigma, options)
+    epsilon = (lambda: optimizer.epsilon(options.delta)) if private else (lambda: math.inf)
     start, done, bar, seen = time.perf_counter(), 0, Bar(steps), list[Tensor]()
     while done < steps:
         for batch in loader:
-            _schedule(engine.optimizer, done, steps)
-            each = losses(engine.model, move(batch, options.device))
-            engine.backward(each)
+            _schedule(optimizer, done, steps)
+            each = losses(model, move(batch, options.device))
+            (mean(each) if private else each.sum() / options.batch_size).backward()
             seen.append(each.detach())
             place = current()
             last = place is not None and place.final
             if private or last:
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
             if last:
                 done += 1
                 bar.at(done)
@@ -245,11 +194,11 @@ def train(
                     break
         spent, loss = time.perf_counter() - start, float(torch.cat(seen).mean())
         seen.clear()
-        print(f"  step {done} of {steps}: training loss {loss:.3f}, epsilon {engine.epsilon():.2f}, {spent:.0f} s",
+        print(f"  step {done} of {steps}: training loss {loss:.3f}, epsilon {epsilon():.2f}, {spent:.0f} s",
               flush=True)  # fmt: skip
-    spent = engine.epsilon()
-    if isinstance(engine.optimizer, fastdp.DPAdamW):
-        engine.optimizer.detach()
+    spent = epsilon()
+    if private:
+        optimizer.detach()
     return {
         "engine": options.engine, "method": options.method, "epsilon_target": options.epsilon if private else "inf",
         "epsilon": f"{spent:.3f}", "delta": options.delta if private else "-",

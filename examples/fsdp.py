@@ -8,14 +8,13 @@ Any number of processes makes the same steps on the same records, and takes up t
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from digits import Block, blocks, digits
+from digits import Block, blocks, digits, parser
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -25,11 +24,9 @@ DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; wh
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--save", help="a folder for a checkpoint at the end")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--save", help="a folder for a checkpoint at the end")
+    options = made.parse_args()
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")

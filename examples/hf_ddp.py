@@ -9,27 +9,22 @@ With --fsdp, GPUs hold a part of the model each (FSDP2), and whole copies of it 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from sklearn.datasets import load_digits
+from digits import digits, parser
 
 from fastdp.hf import DPTrainer, PrivacyArguments
 
 DELTA, BATCH, AT_ONCE = 1e-4, 256, 64  # the batch of all processes together; what one of them holds at once
 
 
-def digits() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """1,437 8x8 images to train on and 360 to test: the same, in the same order, on every rank."""
-    data = load_digits()
-    x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).tolist()
-    records = [{"pixel_values": x[number], "labels": int(data.target[number])} for number in order]
-    return records[:1437], records[1437:]
+def records(images: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[dict[str, Any]]:
+    return [{"pixel_values": image, "labels": int(label)} for image, label in images]
 
 
 def network() -> transformers.PreTrainedModel:
@@ -46,13 +41,12 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="4 epochs instead of 30")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--fsdp", action="store_true", help="lay the model in parts on all processes")
-    parser.add_argument("--output")
-    options = parser.parse_args()
-    train, test = digits()
+    made = parser(__doc__)
+    made.add_argument("--fsdp", action="store_true", help="lay the model in parts on all processes")
+    made.add_argument("--output")
+    options = made.parse_args()
+    images, x, y = digits()
+    train, test = records(images), records(zip(x, y, strict=True))
     arguments = transformers.TrainingArguments(
         output_dir=options.output or tempfile.mkdtemp(), num_train_epochs=4 if options.quick else 30,
         per_device_train_batch_size=AT_ONCE, learning_rate=1e-2, lr_scheduler_type="constant", logging_steps=10,

@@ -10,14 +10,13 @@ Any number of devices makes the same steps on the same records.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from digits import convolutions, digits
+from digits import convolutions, digits, parser
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -75,16 +74,14 @@ class Digits(L.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
-    parser.add_argument("--manual", action="store_true", help="manual optimization")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--strategy", default="ddp", choices=["ddp", "ddp_spawn", "ddp_fork"])
-    parser.add_argument("--fsdp", action="store_true", help="lay the model in parts on all devices")
-    parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--manual", action="store_true", help="manual optimization")
+    made.add_argument("--devices", type=int, default=1)
+    made.add_argument("--strategy", default="ddp", choices=["ddp", "ddp_spawn", "ddp_fork"])
+    made.add_argument("--fsdp", action="store_true", help="lay the model in parts on all devices")
+    made.add_argument("--accelerator", default="auto")
+    made.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
+    options = made.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     epochs = 3 if options.quick else 30
     train, *test = digits()

@@ -9,12 +9,11 @@ together; the engine gives each process its share, and any number of processes m
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
-from digits import convolutions, digits
+from digits import convolutions, digits, parser
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,12 +26,10 @@ DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; wh
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
-    parser.add_argument("--ghost", action="store_true", help="grad_sample_mode='ghost'")
-    parser.add_argument("--fsdp", action="store_true", help="grad_sample_mode='ghost_fsdp', the model in parts")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--ghost", action="store_true", help="grad_sample_mode='ghost'")
+    made.add_argument("--fsdp", action="store_true", help="grad_sample_mode='ghost_fsdp', the model in parts")
+    options = made.parse_args()
     epochs = 3 if options.quick else 30
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")

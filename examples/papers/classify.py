@@ -71,11 +71,8 @@ def options_of(description: str, stem: str, setting: Setting, arguments: Sequenc
                       f"figures; with --full all")  # fmt: skip
     made.add_argument("--epochs", type=float, help=f"default: {setting.epochs:g}, which cost its epsilon; with --quick "
                       f"{setting.quick_epochs:g}. The noise is the paper's: fewer cost less epsilon")  # fmt: skip
-    made.add_argument("--same-epsilon", action="store_true", help="with fewer --epochs: as little noise as makes them "
-                      f"cost the paper's epsilon, {setting.epsilon:g} by GDP")  # fmt: skip
     made.add_argument("--records", type=int, help="train on so many records only")
     made.add_argument("--test-records", type=int, help="test on so many only")
-    made.add_argument("--every", type=int, default=0, metavar="N", help="write rows after each N epochs, too")
     options = made.parse_args(arguments)
     names = [case.name for case in setting.cases]
     if unknown := [name for name in options.cases or () if name not in names]:
@@ -96,7 +93,7 @@ def style_of(case: Case, model: nn.Module) -> Any:
 
 class Plan(NamedTuple):
     """What a case comes to on this data: its steps are those of the paper's accounting, epochs * records / batch,
-    rounded down. With --same-epsilon the noise is that which costs the paper's epsilon in these steps."""
+    rounded down."""
 
     case: Case
     batch: int
@@ -104,14 +101,10 @@ class Plan(NamedTuple):
     sigma: float
 
     @staticmethod
-    def of(case: Case, setting: Setting, records: int, epochs: float, same_epsilon: bool) -> Plan:
+    def of(case: Case, setting: Setting, records: int, epochs: float) -> Plan:
         batch = min(setting.batch, records // 2)
         steps = max(1, int((case.epochs or epochs) * records / batch))
-        sigma = setting.sigma if case.sigma is None else case.sigma
-        if same_epsilon:
-            sigma = fastdp.noise_multiplier_for(target_epsilon=setting.epsilon, delta=setting.delta, steps=steps,
-                                                sample_rate=batch / records, accountant="gdp")  # fmt: skip
-        return Plan(case, batch, steps, sigma)
+        return Plan(case, batch, steps, setting.sigma if case.sigma is None else case.sigma)
 
 
 def attack(model: nn.Module, x: Tensor, y: Tensor, logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -157,7 +150,7 @@ def main(setting: Setting, description: str, stem: str, arguments: Sequence[str]
     full = epochs == setting.epochs and options.records is None and options.test_records is None
     print(f"{data.name}: {len(data.x):,} to train on, {len(data.x_test):,} to test; batch {setting.batch}, "
           f"{epochs:g} epochs", flush=True)  # fmt: skip
-    plans = {name: Plan.of(case, setting, len(data.x), epochs, options.same_epsilon) for name, case in cases.items()}
+    plans = {name: Plan.of(case, setting, len(data.x), epochs) for name, case in cases.items()}
 
     def run(name: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
         torch.manual_seed(seed)
@@ -173,19 +166,14 @@ def main(setting: Setting, description: str, stem: str, arguments: Sequence[str]
             fastdp.privatize(optimizer, model, noise_multiplier=plan.sigma, max_grad_norm=case.R or 0.0,
                              clipping=case.clipping, style=style_of(case, model), accountant="gdp")  # fmt: skip
 
-        def so_far(until: Run) -> None:
-            done = until.steps == plan.steps
-            if not done and not (options.every and len(until.losses) % options.every == 0):
-                return
-            logits = logits_of(model, x_test).cpu()
-            metrics, columns = measured(plan, setting, optimizer, until, batches.sample_rate)
-            metrics = test_metrics(logits, data.y_test) | metrics
-            if done and setting.membership:
-                metrics |= attack(model, x, data.y, logits, data.y_test)
-            mode = "quick" if options.quick else "full" if full and done else "short"
-            tell(mode, metrics, columns | {"train_records": len(x)}, logits, data.y_test)
-
-        train(model, optimizer, batches, steps=plan.steps, text=f"{name}, seed {seed}", kept=kept, so_far=so_far)
+        done = train(model, optimizer, batches, steps=plan.steps, text=f"{name}, seed {seed}", kept=kept)
+        logits = logits_of(model, x_test).cpu()
+        metrics, columns = measured(plan, setting, optimizer, done, batches.sample_rate)
+        metrics = test_metrics(logits, data.y_test) | metrics
+        if setting.membership:
+            metrics |= attack(model, x, data.y, logits, data.y_test)
+        mode = "quick" if options.quick else "full" if full else "short"
+        tell(mode, metrics, columns | {"train_records": len(x)}, logits, data.y_test)
         if isinstance(optimizer, fastdp.PrivateOptimizer):
             optimizer.detach()
 
@@ -193,5 +181,5 @@ def main(setting: Setting, description: str, stem: str, arguments: Sequence[str]
                     "tested": len(data.x_test)} for name, plan in plans.items()}  # fmt: skip
     rows = common.drive(options, setting.experiment, marks, run)
     if options.plots is not None:
-        confidence.draw(options, drawn, options.out.stem, "quick" if options.quick else None)
+        confidence.draw(options, drawn, options.out.stem)
     return rows

@@ -15,14 +15,11 @@ from the operating system, always, so that a run's epsilon holds; the last digit
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
-import io
 import math
 import re
 import shlex
 import sys
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,13 +30,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # examples run from a checkout, where benchmarks/ is
 
-from benchmarks.timing import commit
+from benchmarks.timing import append, commit
 from examples.papers.images import Images, cifar10, fashion_mnist, mnist, need, subset  # noqa: F401  for the scripts
 from fastdp.accounting import ACCOUNTANTS, epsilon_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = commit()  # of the code that runs: hours later the checkout may be at another
-BEGUN = time.monotonic()
 MODES = ("quick", "short", "full")  # two minutes; less than the paper's setting, as the row says; the paper's
 COLUMNS = (
     "experiment", "case", "mode", "seed", "metric", "value", "train_records", "epochs", "steps", "batch", "sigma",
@@ -66,8 +62,6 @@ class Parser(argparse.ArgumentParser):
         for name in ("epochs", "records", "test_records", "steps", "networks"):
             if getattr(found, name, None) is not None and not getattr(found, name) > 0:
                 self.error(f"--{name.replace('_', '-')} must be positive")
-        if found.minutes is not None and (found.checkpoints is None or not found.minutes > 0):
-            self.error("--minutes must be positive, and needs --checkpoints DIR")
         if getattr(found, "draw", False) and found.plots is None:
             self.error("--draw needs --plots DIR, to draw into")
         try:
@@ -96,28 +90,24 @@ def parser(description: str, stem: str, full: str = "", draw: bool = False) -> P
     made.add_argument("--out", type=Path, default=ROOT / "benchmarks/data" / f"papers_{made.stem}.csv",
                       help="rows of results are added to this CSV file")  # fmt: skip
     made.add_argument("--plots", type=Path, help="write pictures (PNG) into this folder; needs matplotlib")
-    made.set_defaults(device="cpu", checkpoints=None, minutes=None, full=False)
+    made.set_defaults(device="cpu", checkpoints=None, full=False)
     if full:
         made.add_argument("--full", action="store_true", help=full)
         made.add_argument("--device", default="cpu", help="of torch, such as cuda; data and models lie there")
         made.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep each run in this folder, go on with "
                           "what is there, and leave out what is done")  # fmt: skip
-        made.add_argument(
-            "--minutes", type=float, help="with --checkpoints: stop after so long; the same command goes on"
-        )
     if draw:
         made.add_argument("--draw", action="store_true", help="train nothing: draw the pictures of the rows in --out")
     return made
 
 
 def command_of(stem: str, given: Sequence[str]) -> str:
-    """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache FILE; no --out, --plots
-    and --minutes."""
+    """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache FILE, --plots."""
     kinds = {"--data": "DIR", "--checkpoints": "DIR", "--cache": "FILE", "--cells": "FILE"}
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
-        if name in (*kinds, "--out", "--plots", "--minutes"):
+        if name in (*kinds, "--out", "--plots"):
             if not value and rest:
                 rest.pop(0)
             words += [f"{name} {kinds[name]}"] if name in kinds else []
@@ -147,28 +137,15 @@ def rows(options: Any, experiment: str, case: str, mode: str, seed: int | str, m
 def write(out: Path, found: Sequence[Row]) -> None:
     """Append rows to a CSV file of the columns COLUMNS, blank where a row has none.
 
-    Threads, torch, commit and date are filled in. One write of whole lines, so that runs side by side keep theirs.
-    Raises ValueError on a column that is not of COLUMNS, or a file with others.
+    Threads, torch, commit and date are filled in. Raises ValueError on a column that is not of COLUMNS.
     """
     known = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": COMMIT,
              "date": datetime.date.today().isoformat()}  # fmt: skip
     for row in found:
         if wrong := [name for name in row if name not in COLUMNS]:
             raise ValueError(f"no column of a result: {', '.join(wrong)} (columns: {', '.join(COLUMNS)})")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = not out.exists() or not out.stat().st_size
-    if not new:
-        with out.open(newline="", encoding="utf-8") as file:
-            if (header := next(csv.reader(file))) != list(COLUMNS):
-                raise ValueError(f"{out} has other columns: {', '.join(header)}; name another file as --out")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-    if new:
-        writer.writeheader()
-    for row in found:
-        writer.writerow({name: _plain(value) for name, value in {**known, **row}.items()})
-    with out.open("a", newline="", encoding="utf-8") as file:
-        file.write(text.getvalue())
+    blank = dict.fromkeys(COLUMNS, "")
+    append(out, [{n: _plain(v) for n, v in {**blank, **known, **row}.items()} for row in found], COLUMNS)
 
 
 def _plain(value: Any) -> Any:
@@ -179,10 +156,6 @@ def _plain(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------- checkpoints
-
-
-class Stopped(Exception):
-    """The time that was given is over; the state is kept."""
 
 
 class Checkpoint:
@@ -199,7 +172,6 @@ class Checkpoint:
         mark = f"{zlib.crc32(repr(sorted(setting.items())).encode()):08x}"
         folder, plain = options.checkpoints, re.sub(r"[^\w.=-]+", "_", name)
         self.path = None if folder is None else folder / f"{plain}_{mark}.pt"
-        self._until = float("inf") if options.minutes is None else BEGUN + 60 * options.minutes
         self.state: dict[str, Any] = {}  # what was kept last
         if self.path is not None and self.path.exists():
             self.state = torch.load(self.path, map_location=options.device, weights_only=True)
@@ -208,10 +180,6 @@ class Checkpoint:
     def done(self) -> bool:
         """Whether the run ended, and its rows were written."""
         return bool(self.state.get("done"))
-
-    def over(self) -> bool:
-        """Whether the time that was given is."""
-        return self.path is not None and time.monotonic() > self._until
 
     def keep(self, **state: Any) -> None:
         """Keep plain values and tensors, all or nothing; with done=True: the run is over, and its rows are written."""
@@ -257,11 +225,7 @@ def drive(options: Any, experiment: str, cases: Mapping[str, Mapping[str, Any]],
             if kept.done:
                 print(f"{name}, seed {seed}: done before", flush=True)
             else:
-                try:
-                    run(name, seed, kept, tell)
-                except Stopped:
-                    print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
-                    return written
+                run(name, seed, kept, tell)
                 kept.keep(done=True)
             if seen is not None:
                 seen(name, kept)

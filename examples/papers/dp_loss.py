@@ -1,7 +1,7 @@
 """The loss paper's experiments: cross-entropy against DPLoss at epsilon < 3, and each of its terms.
 
     python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10 ...] [--losses ...]
-        [--seeds N] [--epochs N] [--checkpoints DIR] [--device cuda] [--minutes M] [--full] [--looks] [--plots DIR]
+        [--seeds N] [--epochs N] [--checkpoints DIR] [--device cuda] [--full] [--looks] [--plots DIR]
 
 After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (2023): networks of Tables
 1 to 4, settings of Tables 5 and 6, momentum 0.9, local clipping with R = 0.1. The paper does not state delta (here:
@@ -174,7 +174,7 @@ class Watch:
             self._look(epoch)
 
     def _look(self, epoch: int) -> None:
-        """Cosines of the first epoch's steps; norms, errors by class and the singular value of some epochs."""
+        """Cosines of the first epoch's steps; errors by class and the singular value of some epochs."""
 
         def detail(what: str, values: Sequence[tuple[Any, Any, Any]]) -> None:
             self.more["details"] += [{"what": what, "epoch": epoch, "i": i, "j": j, "value": v} for i, j, v in values]
@@ -189,10 +189,6 @@ class Watch:
             detail("cosine", [(step, "", report.cosine) for step, report in enumerate(self.reports, start=1)])
         if epoch not in (1, 2, 5, self.setting.epochs) and epoch % 10:
             return
-        if self.reports:
-            seen = self.reports[-1].histogram(40)
-            edges = [round(e, 5) for e in seen.edges.tolist()]
-            detail("norms", list(zip(edges[:-1], edges[1:], seen.counts.tolist(), strict=True)))
         labels = self.data.y * 10 + logits_of(self.model, self.data.x).argmax(1)
         counts = torch.bincount(labels, minlength=100).tolist()
         detail("confusion", [(place // 10, place % 10, count) for place, count in enumerate(counts)])

@@ -9,7 +9,7 @@
 # (KEPT/rows), each written when its run ends. python examples/papers/report.py writes docs/papers.md from the rows in
 # benchmarks/data, where these belong.
 #
-# The ViT grid is not among them: it keeps its features and rows by itself (vit_grid.py --resume).
+# The ViT grid is not among them: it keeps its features by itself (vit_grid.py --cache FILE).
 #
 # Settings: DEVICE (cuda where there is one), PYTHON (python3), ONLY (names of experiments, with commas between) and
 # ARCHIVE (a file .tar.gz: KEPT is taken from it where there is no such folder, and packed into it at the end, to travel
@@ -90,11 +90,9 @@ for line in "${experiments[@]}"; do
     echo "the time is over before $name: the same call goes on"
     break
   fi
-  words+=(--minutes "$(awk "BEGIN { print $seconds / 60 }")")
   mkdir -p "$kept/rows" "$kept/checkpoints"
   echo "== $name ($seconds s left): ${words[*]}"
-  # a run that looks at the clock too seldom is ended: it goes on from its last checkpoint
-  timeout --signal=TERM "$((seconds + 30))" "${words[@]}" &
+  timeout --signal=TERM "$seconds" "${words[@]}" &
   child=$!
   wait "$child"
   code=$? child=

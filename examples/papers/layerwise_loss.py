@@ -1,12 +1,12 @@
 """Theorem 1 of the convergence paper: under layerwise clipping with a small R the loss may rise, and need not end at 0.
 
-    python examples/papers/layerwise_loss.py [--quick] [--networks 20] [--steps 8000] [--plots DIR]
+    python examples/papers/layerwise_loss.py [--quick] [--networks 20] [--steps 8000]
 
 No data is read, and there is no noise: gradient descent in float64 with a small step on the clipped gradients of
 small random networks (those of `python -m fastdp ntk`). R goes from a hundredth to a hundred times a network's median
 norm, flat and layerwise. Rows: the share of networks whose loss rises (in a step of which the kernel predicts it),
-the largest rise above the least loss before (as a share of it), the share that reaches a thousandth of the first. One
-picture: the curves, and the shares by R.
+the largest rise above the least loss before (as a share of it), the share that reaches a thousandth of the first.
+
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
-from examples.papers.pictures import Panel, panels, picture
 from fastdp.commands.ntk_table import ZERO, Networks, Row, descend, draw
 from fastdp.utils.progress_bar import Bar
 
@@ -60,23 +59,6 @@ def curve(nets: Networks, row: Row, steps: int) -> Curve:
     return Curve(torch.stack(losses), rises)
 
 
-def plots(curves: dict[tuple[str, float], Curve]) -> list[Panel]:
-    """Losses of the network that layerwise clipping lifts most; shares of networks whose loss rises, by R."""
-    ratios = sorted({ratio for _, ratio in curves})
-    rise = {r: (c.losses / c.losses.cummin(0).values).max(0).values for (s, r), c in curves.items() if s == "layerwise"}
-    small = max(rise, key=lambda r: float(rise[r].max()))
-    worst, one = int(rise[small].argmax()), {}
-    for ratio in (small, ratios[-1]):
-        for style in STYLES:
-            losses = curves[style, ratio].losses[:, worst]
-            losses = losses[: int((losses > ZERO * losses[0]).sum()) + 1].tolist()
-            one[f"{style}, R = {ratio:g} medians"] = list(range(1, len(losses) + 1)), losses
-    shares = {style: (ratios, [float(curves[style, ratio].rises.double().mean()) for ratio in ratios])
-              for style in STYLES}  # fmt: skip
-    return [Panel("one network", one, "step", "training loss", "xy"),
-            Panel("", shares, "R over the median norm", "share of networks whose loss rises", "x")]  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curve]:
     """Train all, print, write rows; returns the curves of the last seed by (style, R over the median)."""
     made = common.parser(__doc__ or "", "layerwise_loss")
@@ -104,8 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curv
 
     setting = {"networks": networks, "steps": steps}
     common.drive(options, "Theorem 1, layerwise", dict.fromkeys(STYLES, setting), run)
-    if (path := picture(options, "layerwise_loss")) is not None:
-        panels(path, plots(curves))
     return curves
 
 

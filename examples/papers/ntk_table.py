@@ -1,6 +1,6 @@
 """Table 1 of the convergence paper, measured on small random networks: `python -m fastdp ntk`, as rows.
 
-    python examples/papers/ntk_table.py [--quick] [--steps 20000] [--only TEXT] [--plots DIR]
+    python examples/papers/ntk_table.py [--quick] [--steps 20000] [--only TEXT]
 
 No data is read. A seed is a draw of networks and of their data. The rows say in which share of the networks a
 property held: one that the paper guarantees should in all of them, one that it does not guarantee need not.
@@ -16,21 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
-from examples.papers.pictures import Grid, grids, picture
 from fastdp.commands.ntk_table import COLUMNS, ROWS, Result, broken, draw, measure, table
 from fastdp.utils.progress_bar import Bar
-
-
-def grid(results: Sequence[Result]) -> Grid:
-    """Shares as shades, the paper's claims written in."""
-    said = {True: "guaranteed", False: "not guaranteed", None: ""}
-    values, texts = [], []
-    for result in results:
-        claims = result.row.paper or (None,) * len(COLUMNS)
-        values.append([held / of if of else 0.5 for held, of in zip(result.held, result.of, strict=True)])
-        texts.append([f"{held} of {of}\n{said[claim]}"
-                      for held, of, claim in zip(result.held, result.of, claims, strict=True)])  # fmt: skip
-    return Grid("", values, texts, [r.row.name for r in results], COLUMNS, "RdYlGn")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
@@ -61,8 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     print(f"\nthe last seed: {networks} networks, {steps} steps; in brackets what the paper guarantees\n")
     print(table(list(results.values())))
     print("\n".join(f"guaranteed by the paper, and not seen: {line}" for line in broken(list(results.values()))))
-    if (path := picture(options, "ntk_table")) is not None:
-        grids(path, [grid(list(results.values()))], size=(10.5, 3.6))
     return list(results.values())
 
 

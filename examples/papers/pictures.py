@@ -1,4 +1,4 @@
-"""Pictures of the experiments: panels of curves with bands, grids of numbers, and bars. Needs matplotlib."""
+"""Pictures of the experiments: panels of curves with bands, and grids of numbers. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -88,20 +88,4 @@ def grids(path: Path, given: Sequence[Grid], columns: int = 2, size: tuple[float
         axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=7)
         axes.set_title(grid.title, fontsize=9)
     figure.savefig(path, dpi=120)
-    print(f"wrote {path}")
-
-
-def bars(path: Path, given: Mapping[str, tuple[Values, Mapping[str, float]]], x: str) -> None:
-    """A histogram of [0, 1] a case, side by side, as shares of its whole; named numbers as lines."""
-    figure, places = _figure(len(given), len(given), (3.4, 3.2))
-    for axes, (name, (counts, marks)) in zip(places, given.items(), strict=True):
-        total, bins = sum(counts), len(counts)
-        axes.bar([(k + 0.5) / bins for k in range(bins)], [c / total for c in counts], 1 / bins, color=COLOURS[0])
-        for colour, (word, value) in zip(COLOURS[1:], marks.items(), strict=False):
-            axes.axvline(value, color=colour, label=f"{word} {100 * value:.1f} %")
-        if marks:
-            axes.legend(frameon=False, fontsize=7, loc="upper left")
-        axes.set(xlim=(0, 1), xlabel=x)
-        axes.set_title(name, fontsize=9)
-    figure.savefig(path, dpi=110)
     print(f"wrote {path}")

@@ -31,7 +31,7 @@ DATA, FIGURES, PAGE = ROOT / "benchmarks/data", Path(__file__).with_name("paper_
 ASKED = ("experiment", "case", "metric", "paper", "source", "why")
 SAME = ("mode", "train_records", "epochs", "steps", "batch", "sigma", "lr", "R", "clipping", "style")  # one setting
 SHARES = ("accuracy", "ece", "mce", "clipped", "dropped", "share")  # metrics of these words are percentages
-CALIBRATION = {"accuracy": "accuracy", "ece": "ECE", "mce": "MCE"}
+CALIBRATION = {"accuracy": "accuracy", "ece": "ECE"}
 REGRESSION = {
     "training loss": "training loss", "test loss": "test loss", "share above its lowest": "ends above its lowest",
 }  # fmt: skip
@@ -60,7 +60,7 @@ SHOWN: dict[str, dict[str, str]] = {  # the metrics of an experiment's table, an
 }  # fmt: skip
 CROSSED: dict[str, dict[str, str]] = {  # of cases "a, b": a line for each b, columns for each a
     "Theorem 1, layerwise": {
-        "share whose loss rises": "loss rises", "largest rise": "largest rise", "share that reaches zero": "to zero",
+        "share whose loss rises": "loss rises", "share that reaches zero": "to zero",
     },
     "Fact 4.1, fixed noise": {"largest distance from no noise": "distance"},
 }  # fmt: skip
@@ -230,7 +230,7 @@ def page(text: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
     blocks = {name: experiment(name, metrics, asked, rows) for name, metrics in SHOWN.items()}
     blocks |= {name: crossed(name, metrics, asked, rows) for name, metrics in CROSSED.items()}
     blocks |= {"accounting": accounting(asked, rows), "membership": membership(asked, rows)}
-    blocks |= dp_loss_report.blocks(DATA, table)
+    blocks |= dp_loss_report.blocks(DATA)
     for name, body in blocks.items():
         text = between(text, name, body)
     return text

@@ -283,7 +283,7 @@ def draw(options: Any) -> None:
     """The pictures of each case's last run: of those on the whole training set, else of those on the dev set."""
     for source in ("train", "dev"):
         names = {f"{name}; trained on {source}": name for name in options.cases}
-        if confidence.kept(confidence.beside(options.out), None, list(names)):
+        if confidence.kept(confidence.beside(options.out), list(names)):
             confidence.draw(options, names, "snli")
             return
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import fastdp
-from examples.papers.common import Checkpoint, Stopped
+from examples.papers.common import Checkpoint
 from fastdp.calibration import calibration
 from fastdp.sampling import current
 from fastdp.utils.progress_bar import Bar
@@ -64,7 +64,6 @@ class Run(NamedTuple):
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss: Any = F.cross_entropy, *,
           steps: int, forward: Callable[[nn.Module, Any], Tensor] | None = None,
           before: Callable[[int], object] | None = None, note: Callable[[Run], object] | None = None,
-          so_far: Callable[[Run], object] | None = None,
           kept: Checkpoint | None = None, keep: int | None = None, more: dict[str, Any] | None = None,
           text: str = "", lines: bool = True) -> Run:  # fmt: skip
     """One loop for private and other optimizers, in place, on from a checkpoint of it if there is one.
@@ -74,9 +73,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
         loss: loss(logits, labels) -> mean of the batch.
         forward: forward(model, batch) -> mean loss, in the place of loss(model(*inputs), labels) on (*inputs, labels).
         before: called with the number of logical steps done before each of them (schedules).
-        note, so_far: called with the Run until then after each pass, before and after its state is kept.
-        kept: where the state is kept after each pass, or after every `keep` logical steps; raises Stopped after that
-            once the time is over.
+        note: called with the Run until then after each pass, before its state is kept.
+        kept: where the state is kept after each pass, or after every `keep` logical steps.
         more: plain values that belong to the run's state; filled from the checkpoint.
         lines: print a line a pass where no one watches a progress bar.
 
@@ -104,8 +102,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
 
     bar, begun = Bar(steps), done - 1
     model.train()
-    if done >= steps and so_far is not None:  # it had ended, but its rows were not written
-        so_far(now())
     while done < steps:
         total, count = 0.0, 0
         for batch in batches:
@@ -130,9 +126,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
             bar.at(done, text)
             if done == steps:
                 break
-            if kept is not None and keep and (done % keep == 0 or kept.over()):
+            if keep and done % keep == 0:
                 save()
-                _check(kept)
         losses.append(total / max(count, 1))
         if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
             raise FloatingPointError(f"{text or 'training'}: weights are not finite after {done} steps: a smaller lr")
@@ -143,16 +138,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
             note(now())
         if not keep or done == steps:
             save()  # before its rows: where this ends between the two, they are written of the same run
-        if so_far is not None:
-            so_far(now())
-        if kept is not None and done < steps:
-            _check(kept)
     return now()
-
-
-def _check(kept: Checkpoint) -> None:
-    if kept.over():
-        raise Stopped
 
 
 def _beyond(optimizer: Any) -> tuple[int, int]:

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
-from benchmarks.tables import read_rows
 from examples.papers import common
 from examples.papers import pretrained as frozen
-from examples.papers.pictures import Grid, Panel, grids, panels, picture
+from examples.papers.pictures import Grid, grids, picture
 from examples.papers.training import loader, logits_of, test_metrics, train
 
 EXPERIMENT = "ViT lr x R grid, CIFAR-10"
@@ -67,7 +66,6 @@ def parser() -> common.Parser:
     made.add_argument("--records", type=int, default=45000, help="to train on; 5,000 more are held out")
     made.add_argument("--test-records", type=int, default=10000)
     made.add_argument("--cells", type=Path, help="rows of the cells; default: vit_grid_cells.csv beside --out")
-    made.add_argument("--resume", action="store_true", help="take the cells of --cells that were run in this setting")
     made.add_argument("--epsilon", type=float, default=2.0, help="at delta 1e-5 by PRV; the noise follows")
     made.add_argument("--delta", type=float, default=1e-5)
     made.add_argument("--batch", type=int, default=1000)
@@ -151,16 +149,6 @@ def train_cell(data: frozen.Features, case: Case, lr: float, R: float, seed: int
     return Cell(str(case), lr, R, seed, metrics), done.seconds
 
 
-def kept_cells(path: Path, columns: dict[str, Any]) -> dict[tuple[str, str, str, str], dict[str, float]]:
-    """{(case, seed, lr, R) as written: metrics} of the cells in a file whose rows have these columns."""
-    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
-    for row in read_rows(path):
-        if all(row[name] == str(value) for name, value in columns.items()):
-            key = (row["case"], row["seed"], row["lr"], row["R"])
-            found.setdefault(key, {})[row["metric"]] = float(row["value"])
-    return found
-
-
 # ---------------------------------------------------------------------- what the cells come to
 
 
@@ -202,18 +190,10 @@ def mean(cells: Sequence[Cell], metric: str, case: str, lr: float, R: float) -> 
     return sum(found) / len(found)
 
 
-def best_rates(cells: Sequence[Cell], case: str) -> dict[float, float]:
-    """By R: the lr of the best mean accuracy on held-out images."""
-    rates, radii = (sorted({getattr(c, name) for c in cells if c.case == case}) for name in ("lr", "R"))
-    return {R: max(rates, key=lambda lr: mean(cells, "dev_accuracy", case, lr, R)) for R in radii}
-
-
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Heat maps of accuracy and ECE by lr and R; beside them accuracy, ECE and the best temperature by R, each R at its
-    best learning rate."""
-    cases = list(dict.fromkeys(c.case for c in cells))
-    maps, lines = [], []
-    for case in cases:
+    """Heat maps of accuracy and ECE by lr and R."""
+    maps = []
+    for case in dict.fromkeys(c.case for c in cells):
         rates, radii = (sorted({getattr(c, name) for c in cells if c.case == case}) for name in ("lr", "R"))
         for metric, colours in (("accuracy", "viridis"), ("ece", "magma_r")):
             values = [[100 * mean(cells, metric, case, lr, R) for lr in rates] for R in reversed(radii)]
@@ -221,17 +201,6 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
             maps.append(Grid(f"{metric}, %: {case}; R by lr", values, texts, [f"{R:.2g}" for R in reversed(radii)],
                              [f"{lr:.2g}" for lr in rates], colours))  # fmt: skip
     grids(path, maps)
-    for metric, label, logs in (
-        ("accuracy", "accuracy", "x"),
-        ("ece", "ECE", "x"),
-        ("temperature", "temperature", "xy"),
-    ):
-        curves = {}
-        for case in cases:
-            best = best_rates(cells, case)
-            curves[case] = list(best), [mean(cells, metric, case, lr, R) for R, lr in best.items()]
-        lines.append(Panel("", curves, "clipping norm R (each at its best learning rate)", label, logs))
-    panels(path.with_name("vit_grid_temperature.png"), lines)
 
 
 # ---------------------------------------------------------------------- the grid
@@ -262,7 +231,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Cell]:
     mode = "quick" if options.quick else "full" if len(data.train[1]) >= 45000 and not changed else "short"
     same = {"mode": mode, "sigma": f"{setting['sigma']:.6g}"}
     same |= {name: setting[name] for name in ("train_records", "epochs", "batch")}
-    old = kept_cells(options.cells, same) if options.resume else {}
     rates, radii = RATES[:: options.every], RADII[:: options.every]
     cells: list[Cell] = []
 
@@ -270,10 +238,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Cell]:
         case, mine = cases[name], list[Cell]()
         for R in radii:
             for lr in rates:
-                known = old.get((f"{case}; one cell", str(seed), f"{lr:.6g}", f"{R:.6g}"))
-                if known is not None:
-                    mine.append(Cell(name, lr, R, seed, known))
-                    continue
                 cell, seconds = train_cell(data, case, lr, R, seed, setting["sigma"], options)
                 mine.append(cell)
                 common.write(options.cells, common.rows(

@@ -11,18 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-NAMES = (
-    "pytest",
-    "benchmarks.kernels",
-    "benchmarks.planner",
-    "benchmarks.training",
-    "benchmarks.smoke",
-    "benchmarks.roof",
-    "warm",
-    "host",
-    "four",
-    "info",
-)
+NAMES = ("pytest", "benchmarks.kernels", "benchmarks.training", "benchmarks.smoke", "warm", "host", "info")
 JUNIT = '<testsuites><testsuite name="stub" tests="{}"/></testsuites>\n'
 
 
@@ -44,7 +33,7 @@ def main(args: list[str]) -> None:
             for path in filter(None, (out, profile)):
                 with path.open("a") as file:
                     file.write(f"{name},{row}\n")
-            if name in ("warm", "benchmarks.roof"):
+            if name == "warm":
                 kernel = Path(os.environ["TRITON_CACHE_DIR"]) / f"k{row}"
                 kernel.mkdir(parents=True, exist_ok=True)
                 for kind in ("cubin", "ttir"):

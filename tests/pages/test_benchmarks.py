@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastdp
-from benchmarks import device, floor, host, kernels, planner, smoke, timing, training
+from benchmarks import device, floor, host, kernels, smoke, timing, training
 from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.language import LSTM
 from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
 from benchmarks.suites import OTHERS, SMALL, words
 from fastdp.errors import ParameterError
-from fastdp.grad_sample.cost_model import Shape
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
 
@@ -63,8 +61,7 @@ def test_floors_see_every_product_of_the_workloads() -> None:
     assert found.products[0] == floor.Product(32, 1024, 27, 32, True, False)
     found = floor.shapes(SMALL["llama-1b"])  # T=13, 8 heads of 8, causal; forward 2 and backward 5 products
     assert found.attention == pytest.approx(2 * (3 * 8 * 8 * 13 * 13 * 4 / 2) * 3.5)
-    recurrent = floor.shapes(words(lambda t: LSTM(97, 12, 16), 9, 97, 3)).products
-    sizes = [(p.t, p.i, p.o) for p in recurrent]
+    sizes = [(p.t, p.i, p.o) for p in floor.shapes(words(lambda t: LSTM(97, 12, 16), 9, 97, 3)).products]
     assert sizes == [(9, 12, 64), (9, 16, 64), (9, 16, 64), (9, 16, 64), (9, 16, 97)]
     model = nn.Conv2d(8, 16, 3, padding=1, groups=4)
     work = Workload(lambda: model, lambda b: (torch.randn(b, 8, 6, 6), torch.zeros(b)), class_losses, 2)
@@ -98,7 +95,7 @@ def test_there_is_no_figure_without_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(timing.versions()["fastdp"]).endswith(", without _C")
 
 
-# ---------------------------------------------------------------------- kernels, planner, host, device, smoke, scale
+# ---------------------------------------------------------------------- kernels, host, device, smoke, scale
 
 
 def test_a_failing_or_wrong_operator_is_a_row_without_a_time() -> None:
@@ -118,39 +115,6 @@ def test_a_failing_or_wrong_operator_is_a_row_without_a_time() -> None:
     for run in (wrong, off):
         assert "ms" not in kernels.measure(kernels.Case("linear_norm_sq x", "", run), *args)
     assert "ms" in kernels.measure(kernels.Case("linear_norm_sq x", "", lambda: torch.ones(3), 1.0, 1.0), *args)
-
-
-@pytest.mark.parametrize("family", ["linear", "conv"])
-def test_routes_of_the_planner_benchmark_agree(family: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def make(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    linear = Shape("linear", 3, 5, 7, 4)
-    routes = planner.linear(linear, make) if family == "linear" else planner.convolution(
-        Shape("conv", 3, 16, 18, 4), 4, 3, make)  # fmt: skip
-    results = {name: run() for name, run in routes.items()}
-    for norms, total in results.values():  # type: ignore[misc]
-        torch.testing.assert_close(norms.float(), results["direct"][0].float())
-        torch.testing.assert_close(total.flatten(), results["direct"][1].flatten())
-
-
-def test_the_planners_rows_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out, measure = tmp_path / "planner.csv", planner.measure
-
-    def cut_short(*args: Any) -> timing.Row:
-        if out.exists():
-            raise KeyboardInterrupt
-        return measure(*args)
-
-    monkeypatch.setattr(planner, "measure", cut_short)
-    monkeypatch.setattr(sys, "argv", ["planner", "--family", "linear", "--rounds", "1", "--out", str(out)])
-    with pytest.raises(KeyboardInterrupt):
-        planner.main()
-    (row,) = rows_of(out)
-    assert float(row["loss"]) >= 0 and float(row[f"{row['chosen']}_ms"]) > 0
-    assert "1 of 2 cases (50.0 %)" in planner.summary([{**row, "loss": "0.14"}, {**row, "loss": "0.16"}])
 
 
 def test_host_times_of_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,9 +146,7 @@ def test_what_is_asked_of_a_device_runs_here_at_small_sizes(
         device.main(["one", *small])
     monkeypatch.undo()
     device.main(["one", *small])
-    device.main(["four", *small])
-    told = capsys.readouterr().out
-    assert "compiled" in told and all(f"{name}: done" in told for name in ("gram", "direct", "clipped", "adamw"))
+    assert "compiled" in capsys.readouterr().out
 
 
 def test_what_users_run_on_a_gpu_runs_here(
@@ -228,14 +190,11 @@ def test_rows_of_a_step_on_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     from benchmarks import scale
 
-    found = [scale.one_step(scale.Setting("layer", 64, 2048, 16), kind) for kind in (False, True)]
-    ordinary, private = (sum(meter.peak_by.values()) for meter in found)
-    assert private <= 1.05 * ordinary  # adapters hold no more than an ordinary step
     out = tmp_path / "rows.csv"
-    scale.main(["--sizes", "small", "--ranks", "4", "--tokens", "16", "--lora", "0", "--out", str(out)])
+    scale.main(["--sizes", "layer", "--ranks", "64", "--lora", "16", "--out", str(out)])
     assert "reduce-scatter" in capsys.readouterr().out
-    rows = rows_of(out)
-    assert [row["step"] for row in rows] == ["ordinary", "private"] and all(float(row["peak_gib"]) > 0 for row in rows)
+    ordinary, private = rows_of(out)
+    assert 0 < float(private["peak_gib"]) <= 1.05 * float(ordinary["peak_gib"])  # adapters hold no more
 
 
 def test_parameters_without_numbers_are_refused() -> None:

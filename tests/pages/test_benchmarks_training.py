@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import contenders, exactness, memory, steps, suites, timing, training
+from benchmarks import contenders, exactness, memory, steps, suites, training
 from benchmarks.contenders import CONTENDERS, DEFAULT, Contender, Step
 from benchmarks.models import Workload, class_losses
 from benchmarks.suites import SMALL
@@ -20,11 +20,6 @@ pytestmark = pytest.mark.slow  # `make test-all` runs it
 
 OURS = [name for name in DEFAULT if name.startswith("fastdp")]
 CPU16 = steps.Place(torch.device("cpu"), torch.bfloat16)
-CONTRACT = (
-    "suite,sweep,workload,contender,batch_size,length,dtype,status,why,ratio,floor,of_floor,step_ms,p20_ms,p80_ms,rounds,"
-    "peak_mib,memory_ratio,largest_batch,largest_batch_ratio,error,error_dtype,device,threads,torch,triton,opacus,fastdp,"
-    "commit,date"
-)
 
 
 def tiny(batch_size: int = 4) -> Workload:
@@ -160,9 +155,7 @@ def _absent(model: nn.Module) -> nn.Module:
     raise contenders.NotApplicable("not installed")
 
 
-def test_a_wrong_contender_gets_no_time_and_a_failure_is_said(
-    known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrong_contender_gets_no_time_and_a_failure_is_said(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {
         "unclipped": Contender(contenders.nonprivate), "one percent": Contender(_one_percent_long),
         "other loss": Contender(_tenth_of_the_loss), "local for global": Contender(contenders.ours(), "global"),
@@ -188,10 +181,9 @@ def test_a_wrong_contender_gets_no_time_and_a_failure_is_said(
     assert said == {"broken": ("raises", "NotImplementedError: no rule for this model"),
                     "memory": ("out of memory", "out of memory"),
                     "absent": ("not applicable", "not installed")}  # fmt: skip
-    timing.append(tmp_path / "x.csv", found, training.COLUMNS)
-    committed = [Path(training.__file__).with_name("data") / f"training_{device}.csv" for device in ("cpu", "cuda")]
-    for path in (tmp_path / "x.csv", *committed):
-        assert path.read_text().splitlines()[0] == CONTRACT
+    for device in ("cpu", "cuda"):  # the kept rows have all columns
+        kept = Path(training.__file__).with_name("data") / f"training_{device}.csv"
+        assert set(training.COLUMNS) <= set(kept.read_text().splitlines()[0].split(","))
 
 
 # ---------------------------------------------------------------------- limits
@@ -220,32 +212,6 @@ def test_a_contender_whose_step_takes_too_long_is_out_of_time(monkeypatch: pytes
     assert exactness.judge(["asleep"], tiny(), limit=0.3)["asleep"].status == "out of time"
 
 
-def test_contenders_that_do_not_fit_together_run_in_groups(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with ordinary training of its own, which it is compared with."""
-    needs = {"non-private": 10.0, "a": 30.0, "b": 40.0, "c": 30.0, "d": 500.0}
-    found = steps.grouped(list(needs), needs, 80)
-    assert found == [["non-private", "a", "b"], ["non-private", "c"], ["non-private", "d"]]
-    monkeypatch.setattr(training, "room_mib", lambda place: 1e-6)
-    options = training.Options(["non-private", "fastdp", "fastdp global"], 2, memory=False)
-    bases = training.measure(memory.Job("cpu", "tiny"), options).bases
-    assert bases["fastdp"] is not bases["fastdp global"]
-
-
-@pytest.mark.parametrize(("fixed", "each"), [(300.0, 38.5), (5.0, 0.9), (3990.0, 20.0), (0.0, 1700.0)])
-def test_the_largest_batch_is_found(fixed: float, each: float) -> None:
-    asked: list[int] = []
-
-    def needs(size: int) -> float:
-        asked.append(size)
-        return fixed + each * size + 3 * (size % 2)  # not quite a line
-
-    best = memory.largest_batch(needs, 4096, 8)
-    true = max(b for b in range(1, 5000) if fixed + each * b + 3 * (b % 2) <= 4096)
-    assert 0.97 * true - 1 <= best <= true and len(asked) <= 8, (best, true, asked)
-    # memory runs out below what its line predicts
-    assert abs(memory.largest_batch(lambda size: 10.0 * size if size <= 37 else None, 4096, 4, 12) - 37) <= 1
-
-
 def test_peaks_are_those_of_fresh_processes() -> None:
     job = memory.Job("quick", "mnist-cnn", small=True)
     found = memory.peaks(job, ["non-private compiled", "fastdp"])
@@ -264,14 +230,3 @@ def test_a_run_writes_workload_by_workload(known: None, tmp_path: Path) -> None:
     assert found == [("quick", "-", w, c, t) for w, t in (("mnist-cnn", "28"), ("lstm", "9")) for c in both] + [
         ("quick", "length", "gpt", c, str(t)) for t in suites.LENGTHS["quick"] for c in both
     ]
-
-
-def test_memory_of_one_process_is_each_contenders_own(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the allocator's peak, without what was held before the contender was built."""
-    held = iter([100 * 2**20, 400 * 2**20])
-    monkeypatch.setattr(steps, "held_bytes", lambda place: next(held))
-    monkeypatch.setattr(steps, "peak_since", lambda place, before: 1000.0 - before / 2**20)
-    options = training.Options(["non-private", "fastdp"], 2, here=True)
-    rows = {row["contender"]: row for row in training.rows_of(memory.Job("cpu", "tiny"), options)}
-    assert [rows[name]["peak_mib"] for name in ("non-private", "fastdp")] == ["900", "600"]
-    assert rows["fastdp"]["memory_ratio"] == "0.67"

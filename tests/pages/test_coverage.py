@@ -113,21 +113,6 @@ def test_a_random_model_is_a_bad_case() -> None:
 # ---------------------------------------------------------------------- truth and batches
 
 
-def test_rows_of_a_sample_stay_together() -> None:
-    batch = {"x": torch.arange(3), "packed": torch.arange(12).view(6, 2)}
-    part = take(batch, [2], 3)
-    assert part["x"].tolist() == [2] and part["packed"].tolist() == [[8, 9], [10, 11]]
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (3, 5, 4), (3, 2, 4, 4), (6, 5, 4), (3,)])
-def test_losses_are_of_a_sample_alone(shape: tuple[int, ...]) -> None:
-    out, seeds = torch.randn(shape), torch.arange(3)
-    together = row_losses(out, seeds)
-    k = len(out) // 3
-    alone = [row_losses(out[i * k : (i + 1) * k], seeds[i : i + 1]) for i in range(3)]
-    assert together.shape == (3,) and torch.allclose(together, torch.cat(alone))
-
-
 def test_every_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case that dies, one that is too slow and one that is fine."""
 

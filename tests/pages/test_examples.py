@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,18 +135,6 @@ def test_the_same_script_trains_without_privacy(name: str, data: Path) -> None:
     assert trained["nll"] != rows[0]["nll"]
 
 
-def test_opacus_takes_one_step_a_logical_batch_as_we_do(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clipping norm that no gradient reaches, no noise and all records, every engine is ordinary training."""
-    pytest.importorskip("opacus")
-    monkeypatch.setattr(common.fastdp, "noise_multiplier_for", lambda **_: 0.0)
-    found = {}
-    for engine in common.ENGINES:
-        clipping = ["--clipping", "local", "--max-grad-norm", "1e6"]
-        arguments = ["--method", "head", "--engine", engine, "--batch-size", "48", "--lr", "0.05", "--epochs", "3"]
-        found[engine] = float(run("sst2", data, *arguments, *clipping)["nll"])
-    assert max(found.values()) - min(found.values()) < 2e-3, found
-
-
 def test_head_on_kept_features_is_the_whole_model(data: Path) -> None:
     cache = data / "features.pt"
     first = run("cifar10", data, "--method", "head", "--engine", "none", "--cache", str(cache))
@@ -160,30 +146,6 @@ def test_head_on_kept_features_is_the_whole_model(data: Path) -> None:
     torch.testing.assert_close(model.head(kept[:5]), model(x[:5]))
 
 
-def test_padding_has_no_part_in_the_loss(data: Path) -> None:
-    model, tokenizer = tiny_sentences("", "full", 0)
-    rows = sst2.by_length(sst2.read(data / sst2.FILES[0], tokenizer))
-    batch = sst2.collate([rows[0], rows[-1]])
-    assert batch[1].sum(1).tolist() == [len(rows[0][0]), len(rows[-1][0])] and len(rows[0][0]) < len(rows[-1][0])
-    together = sst2.losses(model.eval(), batch)
-    alone = torch.cat([sst2.losses(model, sst2.collate([row])) for row in (rows[0], rows[-1])])
-    torch.testing.assert_close(together, alone)
-
-
-def test_images_come_back_as_they_went_in(data: Path) -> None:
-    (x, y), (held, _), (test, labels), _ = cifar10.read(data)
-    assert (len(x), len(held), len(test)) == (54, 6, 20) and x.dtype == torch.uint8
-    assert y.tolist() != sorted(y.tolist())  # no longer by class
-    brightness = test.float().mean((1, 2, 3))
-    assert (brightness - 25 * labels - 2).abs().max() < 3  # image and label stayed together
-
-
-def test_held_out_works_are_not_trained_on(data: Path) -> None:
-    text, held = shakespeare.read(data)
-    assert "two_gut.txt" in text and "one_gut.txt" in held and "gut_f" not in text + held
-    assert shakespeare.blocks(text, Tokenizer(), 7).shape[1] == 7
-
-
 def test_what_is_missing_is_said_with_where_to_get_it(tmp_path: Path) -> None:
     for main, word in ((sst2.main, "glue"), (cifar10.main, "cifar10"), (shakespeare.main, "Gutenberg")):
         with pytest.raises(SystemExit, match=word):
@@ -192,63 +154,7 @@ def test_what_is_missing_is_said_with_where_to_get_it(tmp_path: Path) -> None:
         cifar10.load("squeezenet", None, 64, 0)
 
 
-def test_options_that_do_not_go_together(capsys) -> None:
-    for wrong in (["--engine", "opacus-hooks", "--clipping", "automatic"], ["--epsilon", "0"], ["--method", "other"]):
-        with pytest.raises(SystemExit):
-            sst2.main(wrong)
-    assert "local" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_quick_is_a_small_run(name: str, data: Path) -> None:
-    main, loader, _ = EXAMPLES[name]
-    row = dict(main(["--data", str(data), "--quick", "--device", "cpu"], loader=loader))
-    assert row["setting"] == "quick" and float(row["epsilon"]) <= 3
-
-
 # ---------------------------------------------------------------------- pre-trained weights
-
-
-class _Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("evil",)
-
-
-def test_a_pickle_of_weights_can_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for bad in ({"conv1": [_Evil()]}, {"conv1": [np.load]}, {"conv1": ["text"]}, [1.0]):
-        with pytest.raises(pickle.UnpicklingError):
-            networks.arrays_of(pickle.dumps(bad))
-    assert not (tmp_path / "evil").exists()
-    good = {"conv1": [np.ones((2, 3), np.float32)]}
-    assert np.array_equal(networks.arrays_of(pickle.dumps(good, protocol=3))["conv1"][0], good["conv1"][0])
-
-
-def test_squeezenet_from_both_kinds_of_files_is_one_network(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    source = networks.SqueezeNet()
-    torch.save({**source.state_dict(), "classifier.1.weight": torch.zeros(1)}, tmp_path / "w.pth")
-    arrays = {}
-    number = 1
-    for module in source.features:
-        parts = {}
-        if isinstance(module, nn.Conv2d):
-            parts = {"conv1": module}
-        elif isinstance(module, networks.Fire):
-            number += 1
-            parts = {f"fire{number}/{name}": getattr(module, name) for name in ("squeeze", "expand1x1", "expand3x3")}
-        for name, layer in parts.items():
-            kernel = layer.weight.detach().permute(2, 3, 1, 0)
-            kernel = kernel.flip(2) if name == "conv1" else kernel  # blue first, as Caffe has it
-            name = name.replace("/squeeze", "/squeeze1x1")
-            arrays[name] = [kernel.numpy().copy(), layer.bias.detach().numpy().copy()]
-    (tmp_path / "w.pkl").write_bytes(pickle.dumps(arrays))
-    x = torch.rand(2, 3, 40, 40)
-    models = [networks.squeezenet(tmp_path / name) for name in ("w.pth", "w.pkl")]
-    torch.testing.assert_close(
-        models[0](x * models[0].std + models[0].mean), models[1](x * models[1].std + models[1].mean)
-    )
-    assert models[1].std.unique().tolist() == pytest.approx([1 / 255])
 
 
 def test_vit_keeps_its_positions_at_its_own_size() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 
 import pytest
@@ -41,72 +42,30 @@ def test_the_page_is_what_the_rows_say(monkeypatch, tmp_path):
 
 def rows_of(values, **columns):
     """Rows as they are read, by (mode, seed)."""
-    blank = dict.fromkeys(common.COLUMNS, "")
-    return [
-        {**blank, "experiment": "E", "case": "c", "metric": "accuracy", "mode": mode, "seed": seed, "value": str(value),
-         "command": f"python {mode}.py", **{k: str(v) for k, v in columns.items()}}
-        for (mode, seed), value in values.items()
+    blank = {**dict.fromkeys(common.COLUMNS, ""), "experiment": "E", "case": "c", "metric": "accuracy"}
+    return [{**blank, "mode": mode, "seed": seed, "value": str(value), **{k: str(v) for k, v in columns.items()}}
+            for (mode, seed), value in values.items()]  # fmt: skip
+
+
+def test_a_cell_is_the_median_of_the_last_setting_in_the_highest_mode():
+    """A seed that was run again counts once, runs of other settings are not mixed in; guarantees are bold."""
+    asked = {"experiment": "E", "metric": "accuracy", "source": "P", "why": ""}
+    asked = [{**asked, "case": c, "paper": said} for c, said in (("c", "0.96"), ("d", "guaranteed"), ("e", "0.3"))]
+    rows = rows_of({("short", "0"): 0.1, ("quick", "0"): 0.2}, epochs=5) + rows_of({("full", "0"): 0.3}, epochs=10)
+    rows += rows_of({("full", "0"): 0.4, ("full", "1"): 0.7, ("full", "2"): 0.9}, epochs=60)
+    rows += rows_of({("full", "0"): 0.5}, epochs=60) + rows_of({("short", "0"): 0.00512}, case="d")
+    assert report.experiment("E", {"accuracy": "correct"}, asked, rows).splitlines() == [
+        "| case | runs | correct: paper | ours |", "| --- | --- | --- | --- |",
+        "| c | 3 full | 96.0 % | 70.0 % (50.0 % to 90.0 %) |", "| d | 1 short |  | **0.51 %** |",
     ]  # fmt: skip
+    shown = [report.number(*pair) for pair in (("nll", 0.12345), ("epsilon_gdp", 2.3243), ("traceability", 0.5))]
+    assert shown == ["0.123", "2.32", "0.5"]
 
 
-ASKED = [{"experiment": "E", "case": "c", "metric": "accuracy", "paper": "0.96", "source": "P", "why": "because"}]
-
-
-def test_ours_is_the_median_of_the_highest_mode():
-    rows = rows_of({("short", "0"): 0.1, ("quick", "0"): 0.2}, epochs=5)
-    rows += rows_of({("full", "0"): 0.5, ("full", "1"): 0.7, ("full", "2"): 0.9}, epochs=60)
-    table = report.experiment("E", {"accuracy": "correct"}, ASKED, rows).splitlines()
-    assert table == [
-        "| case | correct: paper | ours |",
-        "| --- | --- | --- |",
-        "| c | 96.0 % | 70.0 % (50.0 % to 90.0 %) |",
-    ]
-    found = report.ours(rows, "E", "c", "accuracy")
-    assert found is not None and found.values == (0.5, 0.7, 0.9)
-    assert report.ours(rows, "E", "other", "accuracy") is None
-
-
-def test_runs_of_other_settings_and_runs_again_are_not_mixed():
-    """A median over 10 and 60 epochs would be of nothing; a seed that was run again counts once."""
-    rows = rows_of({("short", "0"): 0.1, ("short", "1"): 0.2}, epochs=10) + rows_of({("short", "0"): 0.6}, epochs=20)
-    found = report.ours(rows, "E", "c", "accuracy")
-    assert found is not None and found.values == (0.6,)
-    again = report.ours(rows + rows_of({("short", "0"): 0.8}, epochs=20), "E", "c", "accuracy")
-    assert again is not None and again.values == (0.8,)
-
-
-def test_numbers_are_shown_in_their_units():
-    shown = [report.number(*pair) for pair in (("ece", 0.00512), ("test_accuracy", 0.5), ("nll", 0.12345),
-                                               ("epsilon_gdp", 2.3243), ("traceability", 0.5))]  # fmt: skip
-    assert shown == ["0.51 %", "50.0 %", "0.123", "2.32", "0.5"]
-
-
-def test_a_table_has_what_was_run_and_what_the_paper_states():
-    """Cases without runs are left out; guarantees are bold; runs of different number or mode are told apart."""
-    rows = rows_of({("full", "0"): 0.1, ("full", "1"): 0.1}) + rows_of({("short", "0"): 0.2}, case="d")
-    asked = [
-        {**ASKED[0], "case": case, "paper": said} for case, said in (("c", "guaranteed"), ("d", "not"), ("e", "0.3"))
-    ]
-    lines = report.experiment("E", {"accuracy": "correct"}, asked[:2], rows).splitlines()
-    assert (
-        lines[::2] == ["| case | runs | correct |", "| c | 2 full | **10.0 %** |"]
-        and lines[3] == "| d | 1 short | 20.0 % |"
-    )
-    lines = report.experiment("E", {"accuracy": "correct"}, asked, rows).splitlines()
-    assert lines[3:] == ["| d | 1 short |  | 20.0 % |"]
-
-
-def test_wrong_files_are_refused(tmp_path):
+def test_files_of_other_columns_are_refused(tmp_path):
     (tmp_path / "papers_x.csv").write_text("experiment,value\nE,1\n")
     with pytest.raises(ValueError, match=r"papers_x.csv has the columns experiment, value"):
         report.read(tmp_path)
-    twice = tmp_path / "twice.csv"
-    twice.write_text("experiment,case,metric,paper,source,why\n" + "E,c,accuracy,0.9,P,\n" * 2)
-    with pytest.raises(ValueError, match="two rows for"):
-        report.figures(twice)
-    for row in report.read(report.DATA):  # of those kept, commands name a script that there is and no folder
-        float(row["value"])
-        assert (report.ROOT / row["command"].split()[1]).exists() and " /" not in row["command"], row
 
 
 def test_the_papers_epsilons_by_gdp_to_two_decimals(tmp_path):
@@ -125,8 +84,8 @@ def test_the_papers_epsilons_by_gdp_to_two_decimals(tmp_path):
 def test_help_and_wrong_arguments(capsys, tmp_path):
     for wrong, words in ((["--cases", "locale"], "no case 'locale'; there are: local"),
                          (["--epochs", "-1"], "--epochs must be positive"), (["--seeds", "0"], "--seeds must be 1"),
-                         (["--draw"], "--draw needs --plots"), (["--device", "abacus"], "--device abacus: "),
-                         (["--minutes", "3"], "needs --checkpoints DIR")):  # fmt: skip
+                         (["--draw"], "--draw needs --plots"),
+                         (["--device", "abacus"], "--device abacus: ")):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             mnist_cnn.main(wrong)
         assert words in capsys.readouterr().err
@@ -155,8 +114,9 @@ def test_a_step_of_every_case(stem, tmp_path, monkeypatch):
         both = f"{case.R:g}, biases {case.R_bias:g}" if case.R_bias else case.R
         assert (first["R"], first["style"], first["clipping"]) == (both, case.style, case.clipping)
         assert 0 <= found["dropped" if case.clipping == "global" else "clipped"] <= 1
-    for kind in ("reliability", "confidence", "truth"):
-        assert (tmp_path / f"papers_{stem}_{kind}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"papers_{stem}_reliability.png").read_bytes().startswith(b"\x89PNG")
+    logits = confidence.kept(tmp_path / f"papers_{stem}_bins.csv", [setting.cases[0].name])[setting.cases[0].name]
+    assert logits.accuracy == pytest.approx(next(row["value"] for row in rows if row["metric"] == "accuracy"), abs=1e-5)
     with (tmp_path / f"papers_{stem}.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
 
@@ -180,11 +140,19 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     """A pass in each process: the steps before count in epsilon and rows, momentum goes on; what is done is skipped."""
     case = next(case for case in mnist_cnn.CASES if case.name == "local, R = 1")._replace(momentum=0.9)
     monkeypatch.setattr(mnist_cnn, "SETTING", mnist_cnn.SETTING._replace(cases=(case,)))
-    monkeypatch.setattr(common.Checkpoint, "over", lambda self: True)
-    more = ["--epochs", "3", "--checkpoints", str(tmp_path / "kept"), "--minutes", "9"]
-    states, found = [], []
+    more = ["--epochs", "3", "--checkpoints", str(tmp_path / "kept")]
+    states, found, keep = [], [], common.Checkpoint.keep
+
+    def stopped(self, **state):
+        keep(self, **state)
+        if state.get("steps", 30) < 30:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(common.Checkpoint, "keep", stopped)
     for _ in range(4):
-        found.append(ran("mnist_cnn", tmp_path, monkeypatch, *more))
+        found.append([])
+        with contextlib.suppress(KeyboardInterrupt):
+            found[-1] = ran("mnist_cnn", tmp_path, monkeypatch, *more)
         states.append(torch.load(next((tmp_path / "kept").glob("*.pt")), weights_only=True))
     assert [state["steps"] for state in states] == [10, 20, 30, 30] and [len(f) > 0 for f in found] == [0, 0, 1, 0]
     assert [state.get("done", False) for state in states] == [False, False, True, True] and len(
@@ -195,47 +163,6 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     first, second = (state["optimizer"]["state"][0]["momentum_buffer"] for state in states[:2])
     assert not torch.equal(first, second) and 0 < states[2]["counts"][0] <= states[2]["counts"][1]
     assert "done before" in capsys.readouterr().out
-    other = ran("mnist_cnn", tmp_path, monkeypatch, *more, "--records", "50")
-    assert other == [] and len(list((tmp_path / "kept").glob("*.pt"))) == 2  # another setting is another run
-
-
-def test_rows_that_were_cut_off_are_of_the_same_run(tmp_path, monkeypatch):
-    """Killed with its rows half written, a run writes them of the weights that it had; nothing is trained again."""
-    more = ["--cases", "local, R = 1", "--checkpoints", str(tmp_path / "kept"), "--epochs", "1"]
-    written = common.write
-
-    def killed(*arguments):
-        written(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(common, "write", killed)
-        ran("mnist_cnn", tmp_path, monkeypatch, *more)
-    ran("mnist_cnn", tmp_path, monkeypatch, *more)
-    with open(tmp_path / "papers_mnist_cnn.csv", newline="") as file:
-        losses = [row["value"] for row in csv.DictReader(file) if row["metric"] == "nll"]
-    assert len(losses) == 2 and losses[0] == losses[1]
-
-
-def test_same_epsilon_and_rows_on_the_way(tmp_path, monkeypatch):
-    """Fewer steps with less noise cost the paper's epsilon; rows on the way are "short" and cost less."""
-    rows = ran("mnist_cnn", tmp_path, monkeypatch, "--same-epsilon", "--every", "1", "--epochs", "1.1", "--cases",
-               "local, R = 1")  # fmt: skip
-    spent = [(row["steps"], row["value"]) for row in rows if row["metric"] == "epsilon_gdp"]
-    assert [steps for steps, _ in spent] == [10, 11]
-    assert spent[0][1] < spent[1][1] <= 2.32 < spent[1][1] + 0.02
-
-
-def test_pictures_are_drawn_from_the_rows_kept(tmp_path):
-    from fastdp.calibration import calibration
-
-    logits, labels = 3 * torch.randn(200, 10), torch.randint(0, 10, (200,))
-    found, few = calibration(logits, labels), torch.randn(20, 10)
-    for mode, some in (("short", few), ("short", logits), ("quick", few)):  # a later run counts
-        confidence.keep(tmp_path / "x.csv", confidence.Run("E", "c", mode, 0), some, labels[: len(some)])
-    again = confidence.kept(tmp_path / "x_bins.csv", None, ["c", "d"])["c"]
-    assert again.bin_count.tolist() == found.bin_count.tolist()
-    for name in ("nll", "accuracy", "ece", "mce"):
-        assert getattr(again, name) == pytest.approx(getattr(found, name), abs=1e-5)
-    p = logits.softmax(1)[torch.arange(200), labels]
-    assert confidence.truth_bins(logits, labels).tolist() == torch.histc(p, 20, 0, 1).int().tolist()
+    with contextlib.suppress(KeyboardInterrupt):
+        ran("mnist_cnn", tmp_path, monkeypatch, *more, "--records", "50")
+    assert len(list((tmp_path / "kept").glob("*.pt"))) == 2  # another setting is another run

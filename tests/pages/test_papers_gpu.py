@@ -6,10 +6,7 @@ import importlib
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,7 +41,7 @@ def test_every_command_is_one_that_its_script_takes(capsys):
         stem = Path(command[1]).stem
         script = importlib.import_module(f"examples.papers.{stem}")
         with pytest.raises(SystemExit):
-            script.main([*command[2:], "--minutes", "1.5", "--no-such-option"])
+            script.main([*command[2:], "--no-such-option"])
         told = capsys.readouterr().err.strip().splitlines()[-1]
         assert told.endswith("unrecognized arguments: --no-such-option"), told
 
@@ -71,42 +68,3 @@ def test_when_the_time_is_over_nothing_begins(tmp_path):
     for minutes in ("0", "nine"):
         done = called(str(tmp_path), str(tmp_path / "kept"), minutes, DEVICE="cpu")
         assert done.returncode == 2 and "MINUTES must be a positive number" in done.stderr
-
-
-SLOW = """#!/usr/bin/env bash
-echo begun >> {log}
-trap 'echo ended >> {log}; exit 143' TERM
-while :; do sleep 0.1; done
-"""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begun + 60
-        time.sleep(0.05)
-
-
-@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_experiment_works_on_beside_the_next_call(tmp_path, how):
-    """Two at the same checkpoints write their rows twice."""
-    log, stub = tmp_path / "log", tmp_path / "stub"
-    stub.write_text(SLOW.format(log=log))
-    stub.chmod(0o755)
-    words = ["bash", str(SCRIPT), str(tmp_path / "data"), str(tmp_path / "kept"), "9"]
-    given = {"PYTHON": str(stub), "DEVICE": "cpu", "ONLY": "wine"}
-    first = subprocess.Popen(words, env={**os.environ, **given}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until(lambda: log.exists() and log.read_text() == "begun\n")
-        first.send_signal(how)
-        first.wait(timeout=60)
-        if how == signal.SIGTERM:
-            assert log.read_text() == "begun\nended\n"
-        else:  # what it began goes on, so nothing else begins
-            done = called(*words[2:], **given)
-            assert done.returncode == 2 and "another call works on" in done.stderr
-            assert log.read_text() == "begun\n"
-    finally:
-        subprocess.run(["pkill", "-TERM", "-f", str(stub)], check=False)
-        until(lambda: log.read_text().count("begun") == log.read_text().count("ended"))

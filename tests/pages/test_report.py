@@ -68,19 +68,11 @@ def cells(text: str, start: str) -> list[str]:
 def test_documents_hold_what_the_committed_rows_say() -> None:
     """Fails if a table was edited by hand, or rows came without `python -m benchmarks.report`."""
     found = data.newest(data.read(report.DATA))
-    for path, made in ((report.README, report.readme), (report.PAGE, report.page)):
+    made_by = {report.README: report.readme, report.PAGE: report.page, report.GPU: report.gpu_page}
+    for path, made in made_by.items():
         text = path.read_text()
         assert made(text, found) == text, f"{path.name}: run python -m benchmarks.report"
     assert report.stale(found, report.FIGURES) == []
-
-
-def test_a_table_edited_by_hand_is_found() -> None:
-    found = cases(four("gpt2", 1.2, 2.2, 2.0))
-    for path, made in ((report.README, report.readme), (report.PAGE, report.page)):
-        text = made(path.read_text(), found)
-        assert made(text, found) == text and "1.20" in text
-        edited = text.replace("| 1.20 |", "| 1.02 |")
-        assert edited != text and made(edited, found) == text
 
 
 # ---------------------------------------------------------------------- which rows
@@ -102,11 +94,11 @@ def cell_of(found: data.Cases) -> str:
 
 
 def test_what_the_last_run_did_not_measure_is_kept() -> None:
-    first = row("gpt2", "fastdp", 1.5, 1.1, largest_batch=40, largest_batch_ratio=0.95)
+    first = row("gpt2", "fastdp", 1.5, 1.1)
     second = row("gpt2", "fastdp", 1.2, date="2026-11-21", commit="def5678")
     (group,) = cases([first, second]).values()
     found = group["fastdp"]
-    assert [found[c] for c in ("ratio", "memory_ratio", "largest_batch")] == ["1.20", "1.10", "40"]
+    assert [found[c] for c in ("ratio", "memory_ratio")] == ["1.20", "1.10"]
     assert "commits abc1234, def5678" in report.note([group])
     for status in ("raises", "wrong"):  # but nothing of one that failed since, or before
         bad = failing("gpt2", "fastdp", status, date="2026-11-21")
@@ -116,35 +108,14 @@ def test_what_the_last_run_did_not_measure_is_kept() -> None:
         assert group["fastdp"]["memory_ratio"] == "-"
 
 
-def test_rows_are_read_from_every_file_of_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "training_cpu.csv", four("gpt2", 1.2, 2.2))
-    write(tmp_path / "training_cuda.csv", four("gpt2", 1.1, 2.2, suite="gpu", device="H100"))
-    write(tmp_path / "training_cpu_before.csv", four("bert", 1.2, 2.2))
-    write(tmp_path / "training_old.csv", four("vit-b16", 1.2, 2.2), ("workload", "contender", "ratio"))
-    rows = data.read(tmp_path)
-    assert {r["workload"] for r in rows} == {"gpt2"} and len(rows) == 8
-    assert "training_old.csv is passed over" in capsys.readouterr().err
-
-
-def test_the_readme_is_of_the_machine_with_most_workloads() -> None:
-    full = cases(four("gpt2", 1.2, 2.2), four("bert", 1.3, 2.2))
-    stray = cases(four("gpt2", 3.3, 2.2, threads="1", date="2026-11-22"))
-    text = report.summary(full | stray, 9)
-    assert "2 threads" in text and "3.30" not in text and "3.30" in report.sections(full | stray)
-    newer = cases(four("gpt2", 1.1, 2.2, device="new", date="2026-11-22"), four("bert", 1.1, 2.2, device="new"))
-    assert "On new, 2 threads" in report.summary(full | newer, 9)
-
-
 # ---------------------------------------------------------------------- what the tables say
 
 
-def test_losing_by_largest_batch_by_failing_and_to_a_compiler_is_told() -> None:
-    rows = four("gpt2", 1.2, 2.2, 2.0)
-    rows[1] |= {"largest_batch": "30"}
-    rows[3] |= {"largest_batch": "31"}
-    rows.append(row("gpt2", "non-private compiled", 0.8))
+def test_losing_by_memory_by_failing_and_to_a_compiler_is_told() -> None:
+    rows = [*four("gpt2", 1.2, 2.2, 2.0), row("gpt2", "non-private compiled", 0.8)]
+    rows[1] |= {"memory_ratio": "1.25"}
     lost = report.where_we_lose(cases(rows))
-    assert "largest batch: fastdp 30, opacus ghost 31" in lost
+    assert "memory: fastdp 1.25, opacus ghost 1.20" in lost
     assert "takes 0.80 compiled: fastdp's 1.20 is 1.50 of that" in " ".join(lost.split())
     found = cases([failing("lstm", "fastdp", "wrong"), row("lstm", "opacus hooks", 3.0, 2.0)])
     assert "time: fastdp wrong, opacus hooks 3.00" in report.where_we_lose(found)
@@ -158,25 +129,20 @@ def test_no_time_is_shown_for_what_is_wrong() -> None:
     rows = four("gpt2", 1.2, 2.2, 2.0)
     rows[2] |= {"status": "wrong", "ratio": "0.50", "step_ms": "50.0", "memory_ratio": "0.50", "why": "off by 3 %"}
     found = cases(rows)
-    for text in (report.summary(found, 9), report.sections(found), report.targets(found), report.where_we_lose(found)):
+    for text in (report.summary(found, 9), report.sections(found), report.where_we_lose(found)):
         assert "0.50" not in text and "50.0" not in text
     assert "| wrong: off by 3 % |" in report.sections(found)
-    rows = [row("gpt2", "fastdp", 1.2, peak_mib="out of memory", why="largest batch: batch 64: out of time")]
-    assert "out of time |" in report.sections(cases(rows)) and data.number(rows[0], "peak_mib") is None
 
 
 def test_the_readme_shows_a_few_workloads_and_first_those_we_lose() -> None:
     names = [f"model{k:02}" for k in range(14)]
     found = cases(*(four(name, 1.2, 1.1 if name == names[-1] else 2.2, 2.0) for name in names))
-    text = report.readme("# A\n\n## Speed\n\n## Limits\n", found)
+    text = report.readme("# A\n\n<!-- table: training -->\n<!-- end -->\n\n## Limits\n", found)
     shown = re.findall(r"^\| (model\d+) ", text, re.M)
     assert shown == [*names[: report.SHOWN - 1], names[-1]]
     said = " ".join(text.split())
     assert f"{14 - report.SHOWN} more workloads, every" in said and "13 of 14 workloads" in said
     assert set(re.findall(r"^\| (model\d+) ", report.sections(found), re.M)) == set(names)
-
-
-# ---------------------------------------------------------------------- targets
 
 
 # ---------------------------------------------------------------------- the command
@@ -185,7 +151,7 @@ def test_the_readme_shows_a_few_workloads_and_first_those_we_lose() -> None:
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copies that the command may write to."""
-    for name, path in (("README", report.README), ("PAGE", report.PAGE)):
+    for name, path in (("README", report.README), ("PAGE", report.PAGE), ("GPU", report.GPU)):
         copy = tmp_path / name
         copy.write_text(path.read_text())
         monkeypatch.setattr(report, name, copy)
@@ -202,25 +168,16 @@ def test_without_rows_the_command_says_what_to_run(documents: Path, capsys: pyte
     assert not list(documents.glob("*.png"))
 
 
-def test_figures_of_some_workloads(documents: Path) -> None:
+def test_a_figure_is_drawn_once_for_its_rows(documents: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = four("gpt2", 1.2, 2.2, 2.0) + four("resnet18", 1.3, 9.0, 3.0)
-    write(documents / "training_cpu.csv", rows)
-    report.main(["--data", str(documents)])
-    assert [path.name for path in documents.glob("*.png")] == ["training_cpu.png"]
-    for size in (2, 4, 8):
-        rows += four("gpt", 1.2, 2.2, batch_size=size, sweep="batch") + four(
-            "gpt", 1.2, 2.2, length=size, sweep="length"
-        )
-    write(documents / "training_cpu.csv", rows)
-    found = data.newest(data.read(documents))
-    assert report.stale(found, documents) == ["training_cpu.png", "training_cpu_sweep.png"]  # drawn from other rows
-    report.main(["--data", str(documents)])
-    assert report.stale(found, documents) == []
-    for name in report.figure_names(found):
-        content = (documents / name).read_bytes()
-        assert content.startswith(b"\x89PNG") and len(content) < 120_000
-        assert f"docs/{name}" in report.README.read_text()
+    for some in (rows[:4], rows):
+        write(documents / "training_cpu.csv", some)
+        found = data.newest(data.read(documents))
+        assert report.stale(found, documents) == ["training_cpu.png"]  # missing, then drawn from other rows
+        report.main(["--data", str(documents)])
+        assert report.stale(found, documents) == []
+    assert (documents / "training_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_need_neither_matplotlib_nor_torch(documents: Path) -> None:
@@ -231,7 +188,7 @@ from pathlib import Path
 sys.modules["matplotlib"] = None  # importing it fails
 from benchmarks import report
 folder = Path({str(documents)!r})
-report.README, report.PAGE, report.FIGURES = folder / "README", folder / "PAGE", folder
+report.README, report.PAGE, report.GPU, report.FIGURES = folder / "README", folder / "PAGE", folder / "GPU", folder
 assert "torch" not in sys.modules
 report.main(["--data", str(folder)])
 """

@@ -55,7 +55,7 @@ def data(count=48):
 def options(**more):
     return argparse.Namespace(**{
         "small": 0.1, "large": 10.0, "switch": 0.5, "sigma": 0.8, "delta": 1e-5, "batch": 12, "epochs": 2,
-        "lr": 1e-3, "head_lr": 1e-2, "every": 1, "checkpoints": None, "device": "cpu", "minutes": None, **more,
+        "lr": 1e-3, "head_lr": 1e-2, "every": 1, "checkpoints": None, "device": "cpu", **more,
     })  # fmt: skip
 
 
@@ -92,16 +92,6 @@ def test_with_its_pooler_the_model_is_exact():
     assert parts == {"block", "pooler", "head"} and not any(p.requires_grad for p in model.body.parameters())
     report = fastdp.verify(block, snli.losses, pretrained.collate([kept[i] for i in (0, 20, 47)]))
     assert report.ok, str(report)
-
-
-def test_lines_of_other_files_are_refused(tmp_path):
-    path = tmp_path / "snli_dev.tsv"
-    path.write_text('neutral\tA "man .\tA dog .\ncontradiction\tB .\tC .\n')
-    pairs, labels = pretrained.read_pairs(path)
-    assert pairs == [('A "man .', "A dog ."), ("B .", "C .")] and labels.tolist() == [1, 2]
-    path.write_text("neutral\tA .\tB .\n-\tA .\tB .\n")
-    with pytest.raises(ValueError, match="snli_dev.tsv, line 2"):
-        pretrained.read_pairs(path)
 
 
 def test_rescaled_moments_make_a_jump_of_r_invisible():
@@ -166,9 +156,16 @@ def test_mix_up_switches_once_and_goes_on_where_it_was_stopped(style, tmp_path, 
 
     monkeypatch.setattr(fastdp.DPAdamW, "step", watched)
     monkeypatch.setattr(snli, "rescale", lambda optimizer, ratio: ratios.append(ratio) or rescale(optimizer, ratio))
-    monkeypatch.setattr(common.Checkpoint, "over", lambda self: True)
+    keep = common.Checkpoint.keep
+
+    def stopped(self, **state):
+        keep(self, **state)
+        if state["steps"] < 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(common.Checkpoint, "keep", stopped)
     for _ in range(3):
-        with pytest.raises(common.Stopped):
+        with pytest.raises(KeyboardInterrupt):
             trained(*data(), case, given)
         state = torch.load(next(tmp_path.glob("*.pt")), weights_only=True)
     columns, beyond = trained(*data(), case, given)

@@ -28,31 +28,22 @@ right(
 )
 right("squares", "loss = out.square().sum(1).RED()")
 right("squares of all", "loss = out.square().mean()", reduction="mean")
-right("squares of all, summed", "loss = out.square().sum()", reduction="sum")
 right("mse", "loss = F.mse_loss(out[:, 0], t, reduction='RED')")
-right("mse [B, 1]", "loss = F.mse_loss(out[:, :1], t[:, None], reduction='RED')")
-right("nll", "loss = F.nll_loss(out.log_softmax(-1), y, reduction='RED')")
 right("picked", "loss = -out.log_softmax(-1).gather(1, y[:, None]).squeeze(1).RED()")
-right("picked by arange", "loss = -out.log_softmax(-1)[torch.arange(len(out)), y].RED()")
 right("focal", "c = F.cross_entropy(out, y, reduction='none')\nloss = ((1 - (-c).exp()) ** 2 * c).RED()")
-right("bce", "loss = F.binary_cross_entropy_with_logits(out[:, 0], (t > 0).to(out), reduction='RED')")
-right("huber", "loss = F.smooth_l1_loss(out[:, 0], t, reduction='RED')")
 right("own weights", "loss = (F.cross_entropy(out, y, reduction='none') * w).RED()")
 right("sum over the batch size", "loss = F.cross_entropy(out, y, reduction='sum') / len(out)", reduction="mean")
-right("sum over shape[0]", "loss = out.square().sum() / out.shape[0]", reduction="mean")
 right("constants", "loss = CC * F.cross_entropy(out, y, reduction='RED') / 4")
 right(
     "python sum", "loss = sum(F.cross_entropy(o[None], c[None]) for o, c in zip(out, y)) / len(out)", reduction="mean"
 )
 right("loop", "loss = 0.0\nfor i in range(len(out)):\n    loss = loss + out[i].square().sum() * CC", reduction="sum")
-right("stack of samples", "loss = torch.stack([F.cross_entropy(o, c) for o, c in zip(out, y)]).RED()")
 right(
     "chunks",
     "loss = sum(F.cross_entropy(o, c, reduction='sum') for o, c in zip(out.split(2), y.split(2)))",
     reduction="sum",
 )
 right("two terms", "loss = F.cross_entropy(out, y, reduction='RED') + 0.1 * out.square().sum(1).RED()")
-right("masked by zeros", "loss = (out.square().sum(1) * (t > 0)).RED()")
 right(
     "teacher",
     "with torch.no_grad():\n    q = x.flatten(1)[:, :1] * torch.ones(K).to(out)\n"
@@ -79,7 +70,6 @@ right(
     "with torch.no_grad():\n    o2 = model(ARGS2)\nloss = (out - o2).square().sum(1).RED()",
     where="outside",
 )
-right("cosine", "loss = (1 - F.cosine_similarity(out, x.flatten(1)[:, :1].expand_as(out))).RED()")
 right(
     "kept for the record",
     "state.losses = getattr(state, 'losses', []) + [float(out.detach().mean())]\n"
@@ -87,15 +77,9 @@ right(
     where="outside",
     steps=2,
 )
-right("entropy", "p = out.softmax(-1)\nloss = -(p * (p + 1e-6).log()).sum(-1).RED()")
 right(
     "equal weights over their sum",
     "loss = out.square().sum(1).sum() / torch.ones(len(out)).to(out).sum()",
-    reduction="mean",
-)
-right(
-    "weighted mean of ones",
-    "v = torch.ones_like(t)\nloss = (out.square().sum(1) * v).sum() / v.sum()",
     reduction="mean",
 )
 either("vmapped", "loss = torch.vmap(lambda o, c: F.cross_entropy(o, c, reduction='sum'))(out, y).RED()")

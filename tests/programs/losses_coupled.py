@@ -15,11 +15,6 @@ def escapes(name: str, lines: str, init: str = "", **options: object) -> None:
 
 # --------------------------------------------------------------------------- that couple samples
 wrong("class weights", "loss = F.cross_entropy(out, y, weight=torch.linspace(0.2, 3, K).to(out))", reduction="mean")
-wrong(
-    "class weights of nll",
-    "loss = F.nll_loss(out.log_softmax(-1), y, weight=torch.linspace(0.2, 3, K).to(out))",
-    reduction="mean",
-)
 wrong("ignored samples", "loss = F.cross_entropy(out, torch.where(t > 0, y, -100))", reduction="mean")
 wrong(
     "own weights over their sum",
@@ -33,7 +28,6 @@ wrong(
     reduction="mean",
 )
 wrong("mse broadcast", "loss = F.mse_loss(out[:, :1], t)", reduction="mean")
-wrong("difference broadcast", "loss = (out[:, :1] - t).square().mean()", reduction="mean")
 wrong(
     "bce broadcast",
     "loss = F.binary_cross_entropy_with_logits(out[:, :1] - t, torch.zeros(len(out), len(out)).to(out))",
@@ -71,8 +65,6 @@ wrong(
     "loss = F.cross_entropy(out, y, reduction='none').topk((len(out) + 1) // 2).values.mean()",
     reduction="mean",
 )
-wrong("median loss", "loss = out.square().sum(1).median()", reduction="mean")
-wrong("product of losses", "loss = out.square().sum(1).clamp(max=2).prod()", reduction="mean")
 wrong("norm of all", "loss = out.norm()", reduction="mean")
 wrong(
     "softmax weights",
@@ -185,7 +177,6 @@ wrong(
     reduction="mean",
 )
 wrong("selected tokens", "loss = out[m].square().mean()", takes="seq", reduction="mean")
-wrong("selected tokens summed over a count", "loss = out[m].square().sum() / m.sum()", takes="seq", reduction="mean")
 wrong("selected tokens over len", "loss = out[m].square().sum() / len(out[m])", takes="seq", reduction="mean")
 wrong("masked tokens", "loss = (out.square().sum(-1) * m).sum() / m.sum()", takes="seq", reduction="mean")
 wrong("largest token", "loss = out.square().sum(-1).max()", takes="seq", reduction="mean")

@@ -18,25 +18,18 @@ LAYER = "self.UU = nn.Linear(D, D)"
 # --------------------------------------------------------------------------- layers
 right("linear", "h = self.UU(h)", LAYER)
 right("residual", "h = h + torch.tanh(self.UU(h))", LAYER)
-right("relu", "h = F.relu(h)")
-right("gelu times", "h = F.gelu(h) * CC")
 right(
     "scale and shift",
     "h = h * self.UU + self.UUb",
     "self.UU = nn.Parameter(torch.rand(D) + 0.5); self.UUb = nn.Parameter(torch.randn(D))",
 )
-right("temperature", "h = h * self.UU.exp()", "self.UU = nn.Parameter(torch.tensor(0.3))")
 right("layer norm", "h = self.UU(h)", "self.UU = nn.LayerNorm(D)")
-right("rms norm", "h = self.UU(h)", "self.UU = nn.RMSNorm(D)")
 right("group norm", "h = self.UU(h.transpose(1, 2)).transpose(1, 2)", "self.UU = nn.GroupNorm(1, D)", takes="seq")
 right(
     "conv1d", "h = self.UU(h.transpose(1, 2)).transpose(1, 2)", "self.UU = nn.Conv1d(D, D, 3, padding=1)", takes="seq"
 )
-right("conv2d", "h = self.UU(h.unsqueeze(1)).mean(1)", "self.UU = nn.Conv2d(1, KK, 3, padding=1)", takes="seq")
 right("raw matrix", "h = h @ self.UU", "self.UU = nn.Parameter(torch.randn(D, D) / D ** 0.5)")
 right("einsum", "h = torch.einsum('...d,de->...e', h, self.UU)", "self.UU = nn.Parameter(torch.randn(D, D))")
-right("softmax of a parameter", "h = h @ self.UU.softmax(0)", "self.UU = nn.Parameter(torch.randn(D, D))")
-right("normed parameter", "h = h @ (self.UU / self.UU.norm(dim=0))", "self.UU = nn.Parameter(torch.randn(D, D))")
 right("weight norm", "h = self.UU(h)", "self.UU = torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, D))")
 right(
     "lora",
@@ -44,10 +37,8 @@ right(
     "self.UU = nn.Linear(D, D).requires_grad_(False); self.UUa = nn.Parameter(torch.randn(D, 2));"
     " self.UUb = nn.Parameter(torch.randn(2, D))",
 )
-right("frozen layer", "h = self.UU(h)", "self.UU = nn.Linear(D, D).requires_grad_(False)")
 right("layer twice", "h = self.UU(torch.tanh(self.UU(h)))", LAYER)
 right("bilinear", "h = self.UU(h, torch.tanh(h))", "self.UU = nn.Bilinear(D, D, D)")
-right("prelu", "h = self.UU(h)", "self.UU = nn.PReLU()")
 right(
     "autocast", "with torch.autocast('cpu', torch.bfloat16):\n    h = self.UU(h)\nh = h.to(x.dtype)", LAYER, loose=True
 )
@@ -56,22 +47,13 @@ right(
     "h = torch.utils.checkpoint.checkpoint(self.UU, h, use_reentrant=False)",
     "self.UU = nn.Sequential(nn.Linear(D, D), nn.Tanh())",
 )
-right(
-    "reentrant checkpoint",
-    "h = torch.utils.checkpoint.checkpoint(self.UU, h, use_reentrant=True)",
-    "self.UU = nn.Sequential(nn.Linear(D, D), nn.Tanh())",
-)
 right("loop over samples", "h = torch.stack([self.UU(v) for v in h])", LAYER)
-right("loop over numbers", "h = torch.stack([torch.tanh(self.UU(h[i])) for i in range(len(h))])", LAYER)
 right("chunks", "h = torch.cat([self.UU(part) for part in h.split(KK)])", LAYER)
-right("chunks by slices", "h = torch.cat([self.UU(h[i:i + KK]) for i in range(0, len(h), KK)])", LAYER)
 either("vmap of a function", "h = torch.vmap(lambda v: torch.tanh(v) * CC)(h)")
 right("view of its own", "h = self.UU(h.view(len(h), -1, D)).reshape(h.shape)", LAYER)
-right("flat tokens", "h = self.UU(h.reshape(-1, D)).view_as(h)", LAYER)
 right("time first", "h = self.UU(h.transpose(0, 1)).transpose(0, 1)", LAYER, takes="seq")
 right("doubled rows", "a, b = self.UU(torch.cat([h, h * CC])).chunk(2)\nh = a + torch.tanh(b)", LAYER)
 right("repeated rows", "h = self.UU(h.repeat_interleave(2, 0)).unflatten(0, (len(h), 2)).mean(1)", LAYER)
-right("other dtype", "h = self.UU(h).to(torch.float64).square().to(x.dtype)", LAYER)
 right(
     "experts",
     "r = self.UU(h).argmax(-1)\nz = torch.zeros_like(h)\nfor i, f in enumerate(self.UUf):\n"
@@ -86,7 +68,6 @@ right(
 )
 right("counter of steps", "self.UU += 1\nh = h * CC if self.UU > 1 else h", "self.UU = 0", steps=2)
 right("counter buffer", "self.UU.add_(1)\nh = h / self.UU", "self.register_buffer('UU', torch.zeros(()))", steps=2)
-right("keeps what it looks at", "self.UU = h.detach()", "self.UU = None", steps=2)
 right(
     "mask of its own number",
     "h = h * self.UU[n].view(-1, *[1] * (h.dim() - 2), D)",
@@ -94,43 +75,27 @@ right(
 )
 
 # --------------------------------------------------------------------------- within a sample
-right("softmax", "h = h.softmax(-1) * D")
 right("normalize", "h = F.normalize(h, dim=-1)")
-right("features sorted", "h = h.sort(-1).values")
-right("top of features", "h = h * (h >= h.topk(1, -1).values)")
-right("cumsum of features", "h = h.cumsum(-1)")
 right("centred features", "h = h - h.mean(-1, keepdim=True)")
-right("clamp", "h = h.clamp(-CC, CC)")
-right("renorm of rows", "h = h / h.norm(dim=-1, keepdim=True).clamp(min=CC)")
 right("in place", "h = self.UU(h)\nh.mul_(CC)\nh = h.relu_()", LAYER)
 right("write a feature", "h = self.UU(h)\nh[..., 0] = 0", LAYER)
-right("own scatter", "h = torch.zeros_like(h).scatter_add(-1, torch.zeros_like(h, dtype=torch.long), h)")
 right("own scatter on new zeros", "h = h.new_zeros(h.shape).scatter_add_(-1, torch.zeros_like(h, dtype=torch.long), h)")
 right("index_add by arange", "h = h.new_zeros(h.shape).index_add_(0, torch.arange(len(h)), self.UU(h))", LAYER)
-right("outer product", "h = (h.unsqueeze(-1) * h.unsqueeze(-2)).sum(-1)")
 right("no_grad statistics", "with torch.no_grad():\n    s = h.std(-1, keepdim=True)\nh = h / (s + 1)")
-right("where", "h = torch.where(h > 0, h, CC * torch.tanh(h))")
 right(
     "attention",
     "h = self.UU(h, h, h, need_weights=False)[0]",
     "self.UU = nn.MultiheadAttention(D, 1, batch_first=True)",
     takes="seq",
 )
-right("attention by hand", "h = (h @ h.transpose(1, 2) / D ** 0.5).softmax(-1) @ self.UU(h)", LAYER, takes="seq")
 right("causal attention", "h = F.scaled_dot_product_attention(h, h, self.UU(h), is_causal=True)", LAYER, takes="seq")
 right(
     "masked attention", "h = F.scaled_dot_product_attention(h, self.UU(h), h, attn_mask=m[:, None])", LAYER, takes="seq"
 )
-right("position table", "h = h + self.UU[:h.shape[1]]", "self.UU = nn.Parameter(torch.randn(20, D))", takes="seq")
 right("position embedding", "h = h + self.UU(torch.arange(h.shape[1]))", "self.UU = nn.Embedding(20, D)", takes="seq")
-right("positions as a ramp", "h = h * torch.linspace(-1, 1, h.shape[1]).to(h)[:, None]", takes="seq")
 right("cumsum of time", "h = h.cumsum(1)", takes="seq")
-right("roll of time", "h = h + h.roll(1, 1) * CC", takes="seq")
-right("flip of time", "h = h + h.flip(1)", takes="seq")
-right("token embedding", "h = h + self.UU(ids)", "self.UU = nn.Embedding(V, D)", takes="seq")
 right("gathered tokens", "h = h.gather(1, (lens - 1)[:, None, None].expand(-1, h.shape[1], D)) + h", takes="seq")
 right("lstm", "h = self.UU(h)[0]", "self.UU = nn.LSTM(D, D, batch_first=True)", takes="seq")
-right("gru", "h = self.UU(h)[0]", "self.UU = nn.GRU(D, D, batch_first=True)", takes="seq")
 PACK = "p = nn.utils.rnn.pack_padded_sequence(h, lens, batch_first=True, enforce_sorted=False)\n"
 right(
     "packed gru",
@@ -146,8 +111,6 @@ right(
     takes="seq",
 )
 right("selected tokens", "z = torch.zeros_like(h)\nz[m] = self.UU(h[m])\nh = h + z", LAYER, takes="seq")
-right("masked_fill", "h = h.masked_fill(~m[..., None], 0)", takes="seq")
-right("write a token", "h = self.UU(h)\nh[:, 0] = h[:, 0] * CC", LAYER, takes="seq")
 right(
     "class token",
     "h = torch.cat([self.UU.expand(len(h), 1, D), h], 1)[:, :-1]",
@@ -165,22 +128,13 @@ either("vmap of data", "h = torch.vmap(lambda v: v @ v.T @ v / T)(h)", takes="se
 right("distances within", "h = torch.cdist(h, h) @ h / T", takes="seq")
 
 # --------------------------------------------------------------------------- from tokens to a vector
-right("mean of tokens", "h = h.mean(1)", takes="seq", gives="vec")
 right("masked mean", "h = (h * m[..., None]).sum(1) / m.sum(1, keepdim=True)", takes="seq", gives="vec")
 right("last token by arange", "h = h[torch.arange(len(h)), lens - 1]", takes="seq", gives="vec")
-right("max of tokens", "h = h.max(1).values", takes="seq", gives="vec")
-right("first token", "h = h[:, 0]", takes="seq", gives="vec")
 right("flattened", "h = self.UU(h.view(len(x), -1))", "self.UU = nn.Linear(T * D, D)", takes="seq", gives="vec")
 right("to tokens", "h = self.UU(h).view(len(h), T, D)", "self.UU = nn.Linear(D, T * D)", takes="vec", gives="seq")
 
 # --------------------------------------------------------------------------- more of everyday code
 CUSTOM = "class Own(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n        return v * 1.0\n"
-right(
-    "transformer layer",
-    "h = self.UU(h)",
-    "self.UU = nn.TransformerEncoderLayer(D, 1, 2 * D, dropout=0.0, batch_first=True)",
-    takes="seq",
-)
 right(
     "transformer layer, padded",
     "h = self.UU(h, src_key_padding_mask=~m)",
@@ -188,11 +142,6 @@ right(
     takes="seq",
 )
 right("film", "h = h * self.UU(t[:, None]).view(len(h), *[1] * (h.dim() - 2), D)", "self.UU = nn.Linear(1, D)")
-right(
-    "class table",
-    "h = h + self.UU[y].view(len(h), *[1] * (h.dim() - 2), D)",
-    "self.UU = nn.Parameter(torch.randn(K, D))",
-)
 right("class embedding", "h = h + self.UU(y).view(len(h), *[1] * (h.dim() - 2), D)", "self.UU = nn.Embedding(K, D)")
 right(
     "matrix of the class",
@@ -205,7 +154,6 @@ right(
     "h = h + (F.one_hot(y, K).to(h) @ self.UU).view(len(h), *[1] * (h.dim() - 2), D)",
     "self.UU = nn.Parameter(torch.randn(K, D))",
 )
-right("own weights", "h = h * w.view(-1, *[1] * (h.dim() - 1))")
 right(
     "data beside",
     "h = self.UU(torch.cat([h, t.view(-1, *[1] * (h.dim() - 1)).expand(*h.shape[:-1], 1)], -1))",
@@ -224,23 +172,9 @@ right(
 )
 right("fft", "h = torch.fft.fft(h, dim=-1).real")
 right("bag of tokens", "h = h + self.UU(ids).view(len(h), *[1] * (h.dim() - 2), D)", "self.UU = nn.EmbeddingBag(V, D)")
-right("pooling", "h = F.max_pool1d(h.transpose(1, 2), 2, 1, 1)[..., :T].transpose(1, 2)", takes="seq")
-right("average pooling", "h = F.adaptive_avg_pool1d(h, D)", takes="seq")
 right("interpolated", "h = F.interpolate(h.transpose(1, 2), size=T, mode='linear').transpose(1, 2)", takes="seq")
-right("padded time", "h = F.pad(h, (0, 0, 1, 0))[:, :-1]", takes="seq")
-right("unbound time", "h = torch.stack([v * (i + 1) for i, v in enumerate(h.unbind(1))], 1)", takes="seq")
-right("stack of two", "h = torch.stack([h, torch.tanh(h)]).mean(0)")
-right("bmm", "h = torch.bmm(h, h.transpose(1, 2)) @ h / T", takes="seq")
-right("sorted tokens", "h = h.sort(1).values", takes="seq")
 right("top tokens", "h = h.topk(2, 1).values.mean(1)", takes="seq", gives="vec")
-right("tril", "h = (h @ h.transpose(1, 2)).tril() @ h / T", takes="seq")
 right("parameter per token", "h = h * self.UU", "self.UU = nn.Parameter(torch.rand(T, D))", takes="seq")
-right(
-    "matrix per token",
-    "h = torch.einsum('btd,tde->bte', h, self.UU)",
-    "self.UU = nn.Parameter(torch.randn(T, D, D) / 2)",
-    takes="seq",
-)
 right(
     "mixing of tokens",
     "h = torch.einsum('btd,ts->bsd', h, self.UU)",
@@ -248,19 +182,12 @@ right(
     takes="seq",
 )
 right("lens by loop", "h = torch.stack([v[:k].mean(0) for v, k in zip(h, lens.tolist())])", takes="seq", gives="vec")
-right(
-    "nested modules",
-    "h = self.UU(h)",
-    "self.UU = nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.GELU(), nn.Linear(D, D)))",
-)
 right("spectral norm", "h = self.UU(h)", "self.UU = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(D, D))")
 right("functional layer", "h = F.linear(h, self.UU.weight.tanh(), self.UU.bias * 2)", LAYER)
 right("tied to itself", "h = F.linear(torch.tanh(self.UU(h)), self.UU.weight.t())", LAYER)
-right("given noise", "h = h + 0.3 * e.flatten(1).mean(1).view(-1, *[1] * (h.dim() - 1))")
 right(
     "frozen teacher", "with torch.no_grad():\n    q = self.UU(h)\nh = h + q", LAYER + "; self.UU.requires_grad_(False)"
 )
-right("running loop", "for _ in range(3):\n    h = torch.tanh(self.UU(h)) + h", LAYER)
 right(
     "masked softmax", "a = (h @ h.transpose(1, 2)).masked_fill(~m[:, None], -1e9)\nh = a.softmax(-1) @ h", takes="seq"
 )
@@ -272,42 +199,28 @@ either(
 
 # --------------------------------------------------------------------------- hooks
 right("hook that looks", "h = torch.tanh(h)\nif h.requires_grad:\n    h.register_hook(lambda g: None)")
-right(
-    "hook that keeps",
-    "h = torch.tanh(h)\nif h.requires_grad:\n    h.register_hook(lambda g: self.UU.append(g.norm()))",
-    "self.UU = []",
-)
 right("retain_grad", "h = torch.tanh(h)\nif h.requires_grad:\n    h.retain_grad()")
 right("module hook that looks", "h = self.UU(h)", LAYER + "; self.UU.register_full_backward_hook(lambda m, a, b: None)")
 right("forward hook", "h = self.UU(h)", LAYER + "; self.UU.register_forward_hook(lambda m, a, b: b * CC)")
 either("hook that scales", "h = torch.tanh(h)\nif h.requires_grad:\n    h.register_hook(lambda g: g * CC)")
-either("hook by element", "h = torch.tanh(h)\nif h.requires_grad:\n    h.register_hook(lambda g: g * (g > 0))")
 either(
     "hook: normed by sample in a sum",
     "h = torch.tanh(h)\nif h.requires_grad:\n    h.register_hook("
     "lambda g: g / (1e-9 + g.flatten(1).norm(dim=1).view(-1, *[1] * (g.dim() - 1))))",
     reduction="sum",
 )
-either(
-    "module hook by sample",
-    "h = self.UU(h)",
-    LAYER + "; self.UU.register_full_backward_hook(lambda m, a, b: (a[0] * 0.5,))",
-)
 
 # --------------------------------------------------------------------------- what may be refused
 either("halves put together again", "k = len(h) // 2\nh = torch.cat([h[:k], h[k:]])")
 either("flip and back", "h = self.UU(h.flip(0)).flip(0)", LAYER)
-either("double roll", "h = self.UU(h.roll(1, 0)).roll(-1, 0)", LAYER)
 either("permuted and back", "p = torch.arange(len(h)).flip(0)\nh = self.UU(h[p])[p.argsort()]", LAYER)
 either("data in place", "y_ = torch.tanh(h)\nwith torch.no_grad():\n    y_.data.mul_(1.0)\nh = y_")
 either("numpy of a sample's own", "h = h + torch.from_numpy(h.detach().double().numpy() ** 2).to(h)")
 # (what is drawn fills memory in its order: the others' numbers stay if the last sample goes and memory is in rows)
-either("noise by seed", "torch.manual_seed(3)\nh = F.dropout(h.contiguous(), 0.4)", last_only=True)
 either("drawn noise", "torch.manual_seed(4)\nh = h + torch.rand_like(h.contiguous())", last_only=True)
 either(
     "dropout module", "torch.manual_seed(5)\nh = self.UU(h.contiguous())", "self.UU = nn.Dropout(0.3)", last_only=True
 )
-either("vmap of a layer", "h = torch.vmap(self.UU)(h)", LAYER)
 either("detached parameter of data", "h = h * nn.Parameter(torch.tanh(h).detach(), requires_grad=False)")
 either("is anything padded", "if not bool(m.all()):\n    h = h * m[..., None]", takes="seq")
 

@@ -67,10 +67,6 @@ wrong("data in place, mean", "y_ = torch.tanh(h)\ny_.data.sub_(y_.data.mean(0))\
 wrong("data assigned", "y_ = torch.tanh(h)\ny_.data = y_.data - y_.data.mean(0)\nh = y_")
 wrong("data read", "h = h - h.data.mean(0)")
 wrong("set_", "y_ = torch.tanh(h).detach()\ny_.set_(y_ - y_.mean(0))\nh = h + y_")
-wrong(
-    "set_ on storage",
-    "y_ = h.detach().clone()\ny_.set_((y_ - y_.mean(0)).untyped_storage(), 0, y_.shape, y_.stride())\nh = h + y_",
-)
 wrong("parameter of data", "z = nn.Parameter(h.detach())\nh = h - z.mean(0)")
 wrong(
     "attention over a parameter of data",
@@ -97,7 +93,6 @@ wrong(
     "z = torch.frombuffer(bytearray(h.detach().contiguous().numpy().tobytes()), dtype=h.dtype)\n"
     "h = h - z.view_as(h).mean(0)",
 )
-wrong("pickled", "import pickle\nz = pickle.loads(pickle.dumps(h.detach()))\nh = h - z.mean(0)")
 wrong("torch.tensor of items", "h = h * torch.tensor([float(v) for v in h.detach().flatten(1).sum(1)]).to(h).mean()")
 wrong("out=", "z = torch.empty(h.shape[1:], dtype=h.dtype)\ntorch.mean(h.detach(), 0, out=z)\nh = h - z")
 wrong("copy_ into a constant", "z = torch.zeros(h.shape[1:], dtype=h.dtype)\nz.copy_(h.detach().mean(0))\nh = h - z")
