@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ..data.grouping import Grouping
-from ..ops.noise import noise_
 from ..optim.optimizers import DPAdamW
 from ..utils.rng_state import random_states, set_random_states
 from .plan import FinetuneError, Job
@@ -27,37 +26,36 @@ SHARE = 0.6, 0.9  # of the free memory that may be used: on the CPU, on a GPU
 FASTER = 0.97  # a larger batch is worth its memory if its time for a sample is less than this of the best so far
 ENOUGH = 16  # sizes up to it are tried whatever the first times say: they are short, and others may use the machine
 STATE = 16  # bytes for each trained number: clipped sums of two physical batches, Adam's two averages
+SECONDS = 15.0  # no further size is tried after
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """size: samples at once. seconds_per_sample and seconds_per_step (noise and update): for an estimate. bytes: the
-    predicted peak of a step beside what is held before. limit: what decided the size: "memory", "speed", "batch" (no
-    logical batch is larger), "time" (trying took too long), "given"."""
+    """size: samples at once. bytes: the peak of a step beside what is held before. limit: what decided the size:
+    "memory", "speed" (or trying took too long), "batch" (no logical batch is larger), "given"."""
 
     size: int
     seconds_per_sample: float
-    seconds_per_step: float
     bytes: int
     limit: str
 
 
-def fit(job: Job, seconds: float = 15.0) -> Fit:
-    """Find the physical batch size of a job, in about so many seconds; one that the plan gives is only measured.
+def fit(job: Job) -> Fit:
+    """Find the physical batch size of a job; one that the options give is only measured.
 
     Raises FinetuneError if memory does not suffice for one sample.
     """
-    cap, given = largest_batch(job), job.plan.max_physical_batch_size
+    cap, given = largest_batch(job), job.options.max_physical_batch_size
     states = random_states(job.device)
     try:
         with Trial(job) as trial:
-            if given is not None:
+            if given is None:
+                size, limit = _search(trial, cap)
+            else:
                 size, limit = min(given, cap), "given"
                 trial(size, longest=True)
-            else:
-                size, limit = _search(trial, cap, seconds)
             each = trial(size, longest=False) / size
-        return Fit(size, each, _step_seconds(trial), int(trial.used[size] + trial.state), limit)
+        return Fit(size, each, int(trial.used[size] + trial.state), limit)
     finally:
         set_random_states(states)
 
@@ -72,10 +70,9 @@ def largest_batch(job: Job) -> int:
     return max(1, min(len(job.data), math.ceil(most)))
 
 
-def _search(trial: Trial, cap: int, seconds: float) -> tuple[int, str]:
+def _search(trial: Trial, cap: int) -> tuple[int, str]:
     """Doubled while a sample gets faster (on a GPU: while it fits), and the memory predicted for it is there."""
-    deadline = time.monotonic() + seconds
-    best, least, slower, size = 1, math.inf, 0, 1
+    deadline, best, least, slower, size = time.monotonic() + SECONDS, 1, math.inf, 0, 1
     if not trial.fits(1):  # also loads and allocates what is needed once
         raise FinetuneError(
             "memory does not suffice for a single sample: shorten the samples, train fewer parameters (LoRA), or take "
@@ -84,29 +81,18 @@ def _search(trial: Trial, cap: int, seconds: float) -> tuple[int, str]:
     while True:
         begun = time.monotonic()
         if not trial.fits(size):
-            return _refined(trial, size // 2, size) if best == size // 2 else best, "memory"
+            return best, "memory"
         took = time.monotonic() - begun
         faster = trial.device.type == "cuda" or took / size < FASTER * least
         best, slower = (size, 0) if faster else (best, slower + 1)
         least = min(least, took / size)
         if size == cap:
             return best, "batch" if best == cap else "speed"
-        if slower >= 2 and size >= ENOUGH:
+        if (slower >= 2 and size >= ENOUGH) or time.monotonic() + 2.5 * took > deadline:
             return best, "speed"
-        larger = min(2 * size, cap)
-        if trial.predicted(larger) > trial.room:
-            return _refined(trial, size, larger) if best == size else best, "memory"
-        if time.monotonic() + 2.5 * took > deadline:
-            return best, "time"
-        size = larger
-
-
-def _refined(trial: Trial, good: int, bad: int) -> int:
-    """The largest size between that fits, to an eighth."""
-    while bad - good > max(1, good // 8):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if trial.predicted(middle) <= trial.room and trial.fits(middle) else (good, middle)
-    return good
+        if trial.predicted(min(2 * size, cap)) > trial.room:
+            return best, "memory"
+        size = min(2 * size, cap)
 
 
 class Trial:
@@ -114,10 +100,9 @@ class Trial:
 
     def __init__(self, job: Job) -> None:
         self.job, self.device = job, job.device
-        self.numbers = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
-        self.state = STATE * self.numbers
+        self.state = STATE * sum(p.numel() for p in job.model.parameters() if p.requires_grad)
         self.used: dict[int, int] = {}
-        self.longest = sorted(range(len(job.data)), key=job.length, reverse=True)
+        self.longest = sorted(range(len(job.data)), key=job.lengths.__getitem__, reverse=True)
 
     def __enter__(self) -> Trial:
         job, plan = self.job, self.job.plan
@@ -181,21 +166,9 @@ class Trial:
     def predicted(self, size: int) -> int:
         """Bytes at the peak of a batch of the longest records: by the steepest growth seen, a fifth more."""
         known = sorted(self.used)
-        last = max((k for k in known if k <= size), default=known[0])
         slopes = [(self.used[b] - self.used[a]) / (b - a) for a, b in zip(known, known[1:], strict=False)]
-        steepest = max([*slopes, 0.0]) if slopes else self.used[last] / last
-        return int(self.used[last] + 1.2 * steepest * (size - last))
-
-
-def _step_seconds(trial: Trial) -> float:
-    """Seconds of noise, update and the digest of the sums, from a part of them."""
-    numbers = min(trial.numbers, 1 << 20)
-    part = torch.zeros(numbers, device=trial.device)
-    for _ in range(2):  # the first time something is compiled or allocated
-        begun = time.perf_counter()
-        noise_(part, 1.0, bytes(32), 0)
-        part.sum().item()
-    return 2.0 * (time.perf_counter() - begun) * trial.numbers / numbers
+        steepest = max([*slopes, 0.0]) if slopes else self.used[known[-1]] / known[-1]
+        return int(self.used[known[-1]] + 1.2 * steepest * (size - known[-1]))
 
 
 def free_memory(device: torch.device) -> int:
@@ -203,15 +176,10 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = [4 << 30]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = [1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))]
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
-        with contextlib.suppress(OSError, ValueError):  # "max" if there is none
-            group = Path("/sys/fs/cgroup")
-            found.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    found = [_kilobytes("/proc/meminfo", "MemAvailable") or 4 << 30]
+    with contextlib.suppress(OSError, ValueError):  # "max" if there is none
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0, min(found))
 
 
@@ -225,11 +193,15 @@ def _forget_peak(device: torch.device) -> None:
 
 def _held(device: torch.device, peak: bool = False) -> int:
     """Bytes held now, or the most since `_forget_peak`; 0 if the system does not say."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
-    name = "VmHWM" if peak else "VmRSS"
+    if device.type != "cuda":
+        return _kilobytes("/proc/self/status", "VmHWM" if peak else "VmRSS")
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+
+
+def _kilobytes(path: str, name: str) -> int:
+    """The bytes that a file of /proc states; 0 where there is no such file."""
     with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
     return 0
