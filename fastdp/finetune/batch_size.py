@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,18 @@ def fit(job: Job) -> Fit:
     Raises FinetuneError if memory does not suffice for one sample.
     """
     cap, given = largest_batch(job), job.options.max_physical_batch_size
-    states = random_states(job.device)
-    try:
-        with Trial(job) as trial:
-            if given is None:
-                size, limit = _search(trial, cap)
-            else:
-                size, limit = min(given, cap), "given"
-                trial(size, longest=True)
-            each = trial(size, longest=False) / size
-        return Fit(size, each, int(trial.used[size] + trial.state), limit)
-    finally:
-        set_random_states(states)
+    state = STATE * sum(p.numel() for p in job.model.parameters() if p.requires_grad)
+    held = _held(job.device, "now")
+    room = held + int(SHARE[job.device.type == "cuda"] * free_memory(job.device)) - state
+    longest = sorted(range(len(job.data)), key=job.lengths.__getitem__, reverse=True)
+    with engine_on(job) as optimizer:
+        if given is None:
+            size, peak, limit = _search(job, optimizer, longest, cap, room)
+        else:
+            size, limit = min(given, cap), "given"
+            _, peak = measured(job, optimizer, longest[:size])
+        seconds, _ = measured(job, optimizer, [k * len(job.data) // size for k in range(size)])
+    return Fit(size, seconds / size, peak - held + state, limit)
 
 
 def largest_batch(job: Job) -> int:
@@ -70,105 +70,93 @@ def largest_batch(job: Job) -> int:
     return max(1, min(len(job.data), math.ceil(most)))
 
 
-def _search(trial: Trial, cap: int) -> tuple[int, str]:
-    """Doubled while a sample gets faster (on a GPU: while it fits), and the memory predicted for it is there."""
-    deadline, best, least, slower, size = time.monotonic() + SECONDS, 1, math.inf, 0, 1
-    if not trial.fits(1):  # also loads and allocates what is needed once
+def _search(job: Job, optimizer: Any, longest: Sequence[int], cap: int, room: int) -> tuple[int, int, str]:
+    """(size, peak, limit). Doubled while a sample gets faster (on a GPU: while it fits), and the memory predicted for
+    it, by the growth so far and a fifth more, is there."""
+    deadline, best, used, least, slower, size = time.monotonic() + SECONDS, 0, 0, math.inf, 0, 1
+    last = _held(job.device, "now")
+    _fits(job, optimizer, longest[:1])  # loads and allocates what is needed once
+    while True:
+        found = _fits(job, optimizer, longest[:size])
+        if found is None or found[1] > room:
+            break
+        seconds, peak = found
+        faster = job.device.type == "cuda" or seconds / size < FASTER * least
+        best, used, slower = (size, peak, 0) if faster else (best, used, slower + 1)
+        least = min(least, seconds / size)
+        if size == cap:
+            return best, used, "batch" if best == cap else "speed"
+        if (slower >= 2 and size >= ENOUGH) or time.monotonic() + 2.5 * seconds > deadline:
+            return best, used, "speed"
+        if peak + 1.2 * 2 * max(peak - last, 0) > room:
+            break
+        last, size = peak, min(2 * size, cap)
+    if not best:
         raise FinetuneError(
             "memory does not suffice for a single sample: shorten the samples, train fewer parameters (LoRA), or take "
             "a smaller model"
         )
-    while True:
-        begun = time.monotonic()
-        if not trial.fits(size):
-            return best, "memory"
-        took = time.monotonic() - begun
-        faster = trial.device.type == "cuda" or took / size < FASTER * least
-        best, slower = (size, 0) if faster else (best, slower + 1)
-        least = min(least, took / size)
-        if size == cap:
-            return best, "batch" if best == cap else "speed"
-        if (slower >= 2 and size >= ENOUGH) or time.monotonic() + 2.5 * took > deadline:
-            return best, "speed"
-        if trial.predicted(min(2 * size, cap)) > trial.room:
-            return best, "memory"
-        size = min(2 * size, cap)
+    return best, used, "memory"
 
 
-class Trial:
-    """Forwards and backwards of a job through the engine. used: {size: bytes at the peak} of the longest records."""
+def _fits(job: Job, optimizer: Any, places: Sequence[int]) -> tuple[float, int] | None:
+    """`measured`, or None where memory does not suffice."""
+    try:
+        return measured(job, optimizer, places)
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError as problem:
+        if "can't allocate memory" not in str(problem):
+            raise
+    gc.collect()  # the error's frames held the batch
+    _drop(optimizer)
+    return None
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.device = job, job.device
-        self.state = STATE * sum(p.numel() for p in job.model.parameters() if p.requires_grad)
-        self.used: dict[int, int] = {}
-        self.longest = sorted(range(len(job.data)), key=job.lengths.__getitem__, reverse=True)
 
-    def __enter__(self) -> Trial:
-        job, plan = self.job, self.job.plan
-        self.buffers = [(b, b.detach().clone()) for b in job.model.buffers()]
-        self.modes = [(module, module.training) for module in job.model.modules()]
-        job.model.train()
-        self.room = int(SHARE[self.device.type == "cuda"] * free_memory(self.device)) - self.state
-        self.before = _held(self.device)
-        clipping = "local" if plan.clipping == "adaptive" else plan.clipping  # as much memory and time
-        self.optimizer = DPAdamW(
-            job.model, lr=0.0, noise_multiplier=0.0, max_grad_norm=plan.max_grad_norm, clipping=clipping,
-            expected_batch_size=plan.expected_batch_size,
-        )  # fmt: skip
-        return self
+def measured(job: Job, optimizer: Any, places: Sequence[int]) -> tuple[float, int]:
+    """(seconds, bytes held at the peak) of a forward and a backward of these records."""
+    _held(job.device, "now")
+    begun = time.perf_counter()
+    loss = job.loss(job.model, job.batch(places))
+    loss.backward()  # type: ignore[no-untyped-call]
+    peak = _held(job.device, "peak")  # on a GPU, waits for it
+    seconds = time.perf_counter() - begun
+    del loss
+    _drop(optimizer)
+    return seconds, peak
 
-    def __exit__(self, *problem: Any) -> None:
-        self._drop()
-        self.optimizer.detach()
+
+@contextlib.contextmanager
+def engine_on(job: Job) -> Iterator[Any]:
+    """A private optimizer of the model, which is in training mode; nothing of it is left behind."""
+    plan, model = job.plan, job.model
+    states, training = random_states(job.device), [module for module in model.modules() if module.training]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    clipping = "local" if plan.clipping == "adaptive" else plan.clipping  # as much memory and time
+    optimizer = DPAdamW(
+        model, lr=0.0, noise_multiplier=0.0, max_grad_norm=plan.max_grad_norm, clipping=clipping,
+        expected_batch_size=plan.expected_batch_size,
+    )  # fmt: skip
+    try:
+        model.train()
+        yield optimizer
+    finally:
+        _drop(optimizer)
+        optimizer.detach()
+        model.eval()
+        for module in training:
+            module.training = True
         with torch.no_grad():
-            for buffer, value in self.buffers:
+            for buffer, value in buffers:
                 buffer.copy_(value)
-        for module, mode in self.modes:
-            module.training = mode
+        set_random_states(states)
 
-    def _drop(self) -> None:
-        self.optimizer.zero_grad()
-        self.optimizer._privacy.discard()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
-    def __call__(self, size: int, longest: bool) -> float:
-        """Seconds of a physical batch of the longest records, or of records as they come."""
-        total = len(self.job.data)
-        places: Sequence[int] = self.longest[:size] if longest else [k * total // size for k in range(size)]
-        _forget_peak(self.device)
-        begun = time.perf_counter()
-        loss = self.job.loss(self.job.model, self.job.batch(places))
-        loss.backward()  # type: ignore[no-untyped-call]
-        peak = _held(self.device, peak=True)  # on a GPU, waits for it
-        took = time.perf_counter() - begun
-        del loss
-        self._drop()
-        if longest:
-            self.used[size] = max(self.used.get(size, 0), peak - self.before)
-        return took
-
-    def fits(self, size: int) -> bool:
-        """Whether a batch of the longest records passes, with room for what a step needs beside it."""
-        try:
-            self(size, longest=True)
-            return self.used[size] <= self.room
-        except torch.OutOfMemoryError:
-            pass
-        except RuntimeError as problem:
-            if "can't allocate memory" not in str(problem):
-                raise
-        gc.collect()  # the error's frames held the batch
-        self._drop()
-        return False
-
-    def predicted(self, size: int) -> int:
-        """Bytes at the peak of a batch of the longest records: by the steepest growth seen, a fifth more."""
-        known = sorted(self.used)
-        slopes = [(self.used[b] - self.used[a]) / (b - a) for a, b in zip(known, known[1:], strict=False)]
-        steepest = max([*slopes, 0.0]) if slopes else self.used[known[-1]] / known[-1]
-        return int(self.used[known[-1]] + 1.2 * steepest * (size - known[-1]))
+def _drop(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer._privacy.discard()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:
@@ -176,31 +164,30 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = [_kilobytes("/proc/meminfo", "MemAvailable") or 4 << 30]
+    found = [_bytes("/proc/meminfo", "MemAvailable") or 4 << 30]
     with contextlib.suppress(OSError, ValueError):  # "max" if there is none
         group = Path("/sys/fs/cgroup")
         found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0, min(found))
 
 
-def _forget_peak(device: torch.device) -> None:
+def _held(device: torch.device, when: str) -> int:
+    """Bytes held "now", from when on the "peak" is counted; 0 if the system does not say."""
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        if when == "peak":
+            return torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        return torch.cuda.memory_allocated(device)
+    if when == "peak":
+        return _bytes("/proc/self/status", "VmHWM")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _bytes("/proc/self/status", "VmRSS")
 
 
-def _held(device: torch.device, peak: bool = False) -> int:
-    """Bytes held now, or the most since `_forget_peak`; 0 if the system does not say."""
-    if device.type != "cuda":
-        return _kilobytes("/proc/self/status", "VmHWM" if peak else "VmRSS")
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
-
-
-def _kilobytes(path: str, name: str) -> int:
-    """The bytes that a file of /proc states; 0 where there is no such file."""
+def _bytes(path: str, name: str) -> int:
+    """What a file of /proc states in kilobytes; 0 where there is no such file."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(path).read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))

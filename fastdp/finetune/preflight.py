@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from ..errors import FastDPError
-from ..optim.privatize import privatize
 from ..utils.formatting import count, duration, size
 from ..verification.verify import verify
-from .batch_size import Fit
+from .batch_size import Fit, engine_on
 from .models import first_line
 from .plan import FinetuneError, Job
 
@@ -74,18 +73,9 @@ def _without_zeros(params: list[torch.nn.Parameter]) -> Iterator[None]:
 
 def routes(job: Job, rows: int) -> tuple[str, str]:
     """(a line, the whole table) of how the engine computes norms and sums: one backward without a step."""
-    model = job.model
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = privatize(torch.optim.SGD(params, lr=0.0), model, noise_multiplier=0.0, expected_batch_size=1)
-    training = model.training
-    model.train()
-    try:
-        job.loss(model, job.batch(range(rows))).backward()
+    with engine_on(job) as optimizer:
+        job.loss(job.model, job.batch(range(rows))).backward()
         text = optimizer.explain()
-    finally:
-        optimizer.zero_grad()
-        optimizer.detach()
-        model.train(training)
     lines = text.splitlines()
     at = lines[0].index("route"), lines[0].index("units")
     kinds = Counter(line[slice(*at)].strip() for line in lines[1:] if len(line) > at[1])
