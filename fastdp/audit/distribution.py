@@ -57,9 +57,9 @@ def _few_steps(probe: Probe, result: Result, noise: Array, significance: float) 
     blocks = _blocks(probe)
     if silent.mean() > 0.5 / max(silent.size, 50) and silent.sum() >= max(1, 1e-3 * silent.size):
         names = [name for name, where in blocks if silent[where].all() and silent[where].size]
-        where = f" ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})" if names else ""
+        which = f" ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})" if names else ""
         return result.bug(
-            f"{int(silent.sum())} of {silent.size} trained parameters get no noise{where}. Whatever the data did to "
+            f"{int(silent.sum())} of {silent.size} trained parameters get no noise{which}. Whatever the data did to "
             "them is released as it is; and if nothing did, they are not trained though they are listed.",
             float(silent.mean()), None, 0.0,
         )  # fmt: skip

@@ -167,7 +167,6 @@ class TorchTrainable:
     def _train(self, model: Job, ready: Sequence[Any], size: int, clipping_norm: float, noise_multiplier: float,
                seed: int, parts: bool = False) -> None:  # fmt: skip
         """ready: batches as tensors; with parts, lists of physical ones."""
-        given = {"clipping_norm": clipping_norm, "noise_multiplier": noise_multiplier, "seed": seed}
         loop = self.train_parts if parts else self.train
         if self.seeded:
             torch.manual_seed(seed)
@@ -176,9 +175,9 @@ class TorchTrainable:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # of hooks, of seeds: the audit runs a step hundreds of times
             if loop is not None:
-                loop(model.model, ready, **given)
+                loop(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
                 return
-            self._optimizer(model, size, **given)
+            self._optimizer(model, size, clipping_norm, noise_multiplier, seed)
             for batch in ready:
                 model.optimizer.zero_grad()
                 if not parts:
