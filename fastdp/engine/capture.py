@@ -41,7 +41,7 @@ from ..grad_sample.sample_loops import one_sample_of
 from ..utils.pytree import tensors_in
 from .activation_hooks import hooked, refuse_node
 from .call_cache import inquires
-from .call_checks import Watcher, look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
+from .call_checks import look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
 from .checkpointing import custom_function, watch_region
 from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
@@ -53,6 +53,8 @@ from .tracked_parameters import owned_by
 class Pass(PassRecord):
     """One outermost forward of the model (or of one of its modules)."""
 
+    watcher = None  # known_calls.cpp asks for it
+
     def __init__(
         self,
         engine: Engine,
@@ -62,7 +64,7 @@ class Pass(PassRecord):
         people: People | None = None,
         moment: Generation | None = None,
     ) -> None:
-        super().__init__(batch, people, count, moment or Generation(engine.owner), engine.token_node)
+        super().__init__(batch, people, count, moment or Generation(engine.owner))
         self.engine, self.backward, self.tracked = engine, engine.backward, tracked
         self.arrived, self.memo, self.planner = engine.backward.arrived, engine.memo, engine.planner
         self.token, self.lowers, self.root = engine.token, engine.backward.tracked.lowers, type(engine.model).__name__
@@ -75,14 +77,9 @@ class Pass(PassRecord):
         self.by_nodes = engine.planner.memory_budget is None  # captured calls may be autograd's own nodes
         if self.known_calls is not None:
             self.known_calls.serve(self.mode)
-        self.watcher: Watcher | None = None
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.exposed, self.reads = EscapedValues(batch, engine.model), engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
-
-    @property
-    def compiling(self) -> bool:
-        return self.watcher is not None
 
     @property
     def path(self) -> str:
@@ -98,8 +95,6 @@ class Pass(PassRecord):
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
-        if self.watcher is not None:
-            self.watcher.captured(data)
         return self.token
 
     def begin_record(self, path: str) -> bool:
@@ -167,13 +162,13 @@ class Pass(PassRecord):
                 self.engine.sizes.asked(args[0], out, self.batch)
             return out
         if func in REACHING_GRAPH and not (self.is_parameter(args[0]) and refuse_node(self, func, args[0])):
-            return hooked(self.engine.owner, self.batch, self.path, func, args, kwargs)
-        if func in FOLLOWED and self.watcher is None:
+            return hooked(self.engine.owner, self.path, func, args, kwargs)
+        if func in FOLLOWED:
             return self._follow(func, args, kwargs)
         return self._dispatch(func, args, kwargs)
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that may take out what is made of parameters alone. (Not in compiled code, which takes it itself.)"""
+        """A call that may take out what is made of parameters alone."""
         if func is torch.Tensor.__getitem__:
             out = taken_from_parts(self.dispatch, args)
             if out is not NotImplemented:
@@ -208,8 +203,6 @@ class Pass(PassRecord):
             NOTED.clear()
         if signature is not None and not self.unaccounted:
             self.memo.learn(signature, out, self.batch)
-        elif self.watcher is not None:
-            self.watcher.asked(call)
         return out
 
     def _ask(self, call: Call) -> Any:

@@ -116,9 +116,9 @@ class Plan:
             rows.append(PlanRow(owners, function, text, route, units, held, predicted, measured))
         return rows + [row for plan in self._early for row in plan.rows(named)]
 
-    def table(self, named: Mapping[str, Tensor], profile: bool, compiled: Sequence[str]) -> PlanText:
+    def table(self, named: Mapping[str, Tensor], profile: bool) -> PlanText:
         """The rows as text; what a sample is, where it is not a record."""
-        return table(self.rows(named), profile, compiled, [] if self._people is None else [str(self._people)])
+        return table(self.rows(named), profile, [] if self._people is None else [str(self._people)])
 
 
 def _shape_and_units(shape: Shape | Segments | None, route: str, batch: int, operand: Tensor) -> tuple[str, float]:
@@ -132,13 +132,8 @@ def _shape_and_units(shape: Shape | Segments | None, route: str, batch: int, ope
     return f"{family} B={b} T={t} I={i} O={o}", norm + 1
 
 
-def table(
-    rows: list[PlanRow], profile: bool = False, compiled: Sequence[str] = (), notes: Sequence[str] = ()
-) -> PlanText:
-    """The plan as aligned text; with `profile` also the measured time of each use.
-
-    compiled: lines on what torch.compile compiled, put below, before the notes.
-    """
+def table(rows: list[PlanRow], profile: bool = False, notes: Sequence[str] = ()) -> PlanText:
+    """The plan as aligned text; with `profile` also the measured time of each use. notes: lines to put below."""
     head = ["parameter", "function", "shape", "route", "units", "bytes", "predicted ms"] + ["measured ms"] * profile
     cells = [head]
     for r in rows:
@@ -150,7 +145,7 @@ def table(
     last = f"{len(rows)} uses, {_bytes(sum(r.bytes for r in rows))} held until the end of backward"
     if profile:
         last += f", {sum(r.measured_ms or 0 for r in rows):.2f} ms measured"
-    return PlanText(cells, [last, *[f"torch.compile: {line}" for line in compiled], *notes])
+    return PlanText(cells, [last, *notes])
 
 
 def _ms(value: float | None) -> str:

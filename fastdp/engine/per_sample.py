@@ -279,11 +279,4 @@ class PerSampleGradients:
                 device, times are measured from the next backward on.
         """
         self.profile = self.profile or profile
-        return Plan(self._last()).table(self.named_parameters(), profile, self.compiled())
-
-    def compiled(self) -> list[str]:
-        """Lines for `explain` on what torch.compile compiled of the model, what it did not, and why.
-
-        There are none without torch.compile.
-        """
-        return self._forward.compiled()
+        return Plan(self._last()).table(self.named_parameters(), profile)

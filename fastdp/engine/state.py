@@ -22,9 +22,9 @@ from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.row_groups import People
 from ..errors import SampleMixingError
 from ..grad_sample.planner import Planner
+from .activation_hooks import Owner
 from .backward import Backward
 from .call_cache import Memo
-from .hook_watch import Owner
 
 
 class Running(threading.local):
@@ -42,11 +42,9 @@ class Engine:
         self.model, self.backward, self.batching = model, backward, batching
         batching.bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
-        with torch.enable_grad():  # where autograd would add up the token's gradient
-            self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo, self.reads, self.sizes = Memo(), PythonReads(model), Sizes()
         # stands for the engine, in the moments of its batches
-        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
+        self.owner = backward.owner = Owner(backward.is_running)
         self.running = Running()
         self.batch = 0  # of the last forward
         self.people: People | None = None  # whose its records are, if a sample is a group of them
