@@ -181,7 +181,7 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
         node = waiting.pop()
         for register in (node.register_prehook, node.register_hook):
             handle = register(_looks)  # torch tells of a node's hooks only to who adds one
-            hooks = handle.hooks_dict_ref()
+            hooks: Any = handle.hooks_dict_ref()
             handle.remove()
             for number, hook in list(hooks.items()):
                 own = isinstance(hook, LookingHook | Native) or getattr(hook, "__module__", "") == "torch.utils.hooks"

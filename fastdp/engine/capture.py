@@ -38,16 +38,17 @@ from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
 from ..grad_sample.sample_loops import one_sample_of
-from ..utils.pytree import tensors_in
 from .activation_hooks import hooked, refuse_node
-from .call_cache import inquires
+from .call_cache import inquires, tag_results
 from .call_checks import look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
-from .checkpointing import custom_function, watch_region
+from .checkpointing import watch_region
 from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
-from .parameter_slices import FOLLOWED, keep_parts, note_parts, taken_from_parts
+from .parameter_slices import FOLLOWED, follow, note_parts
 from .state import Engine
 from .tracked_parameters import owned_by
+
+WITHOUT_GRAD = "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"
 
 
 class Pass(PassRecord):
@@ -163,36 +164,15 @@ class Pass(PassRecord):
             return out
         if func in REACHING_GRAPH and not (self.is_parameter(args[0]) and refuse_node(self, func, args[0])):
             return hooked(self.engine.owner, self.path, func, args, kwargs)
-        if func in FOLLOWED:
-            return self._follow(func, args, kwargs)
-        return self._dispatch(func, args, kwargs)
+        return follow(self, func, args, kwargs) if func in FOLLOWED else self.make(func, args, kwargs)
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that may take out what is made of parameters alone."""
-        if func is torch.Tensor.__getitem__:
-            out = taken_from_parts(self.dispatch, args)
-            if out is not NotImplemented:
-                self.taken.add(out)
-                return out
-        out = self._dispatch(func, args, kwargs)
-        if func is torch.Tensor.__setitem__:
-            self.taken.renew(args[2])  # whole[index] = value
-        elif func is not torch.Tensor.__getitem__:
-            keep_parts(out, args, kwargs)
-        return out
-
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, by what is known of it, or by what is asked."""
         asked = bool(self.exposed)  # every call, once data has left torch
         signature = None if asked else self.memo.signature(func, args, kwargs, self.batch, self.tracked)
         known = self.memo.layouts(signature)
         if known is not None:
-            out = func(*args, **kwargs)
-            for tensor, layout in zip((out,) if isinstance(out, Tensor) else tensors_in(out), known, strict=True):
-                if layout is not None:
-                    tag(tensor, layout)
-                elif tensor.requires_grad and not tensor.is_leaf:
-                    tensor.__dict__[UNTRACKED] = True
-            return out
+            return tag_results(func(*args, **kwargs), known)
         self.unaccounted = False
         call = Call(func, args, kwargs, self.batch, self.path)
         out = self._ask(call)
@@ -202,7 +182,7 @@ class Pass(PassRecord):
             self.reads.note(NOTED.pop(), None)
             NOTED.clear()
         if signature is not None and not self.unaccounted:
-            self.memo.learn(signature, out, self.batch)
+            self.memo.learn(signature, call)
         return out
 
     def _ask(self, call: Call) -> Any:
@@ -214,11 +194,8 @@ class Pass(PassRecord):
             calls = 0 if has_data else len(self.stack)
             watch_region(self.engine, self.path, self.batch, self.moment, calls, parameters)
             self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
-            for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
-                if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
-                    where = custom_function()
-                    if where:
-                        self.note_use(leaf, f"{self.place(call.name)}, {where}")
+            for parameter in parameters:
+                self.note_use(parameter, f"{self.place(call.name)}, {WITHOUT_GRAD}")
         elif parameters:
             watch_region(self.engine, self.path, self.batch, self.moment)
             return self._combined(call, parameters) if has_data else self._derived(call, parameters)
@@ -291,7 +268,7 @@ class Pass(PassRecord):
         if call.name in COMPUTING:
             self._judge_sizes(call, of_parameters=True)
         for leaf in mark_derived(call, self, parameters):
-            self.backward.last_use_of[id(leaf)] = self.place(call.name)
+            self.note_use(leaf, self.place(call.name))
         return out
 
     def _carry(self, call: Call) -> Any:

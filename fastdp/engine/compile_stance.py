@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class CompiledModules:
                 stacklevel=2,
             )
 
-    def _replace(self, module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
+    def _replace(self, module: nn.Module, name: str, plain: Any) -> None:
         compiled = getattr(module, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -141,7 +141,7 @@ class Forward(Engine):
             self._remember_layouts(active, path, [tag_of(t, self.batch) for t in nested_tensors((args, kwargs))])
         if block is not None:
             self.running.entered[-1] = block
-            block.inner.given = [weakref.ref(t) for t in nested_tensors((args, kwargs))]
+            block.inputs = [weakref.ref(t) for t in nested_tensors((args, kwargs))]
             block.inner.__enter__()
 
     def _begin_pass(self, path: str, args: Any, kwargs: Any) -> Pass:
@@ -184,8 +184,6 @@ class Forward(Engine):
         active.mode.__enter__()
         COLLECTOR.begin(backward)
         PLAINLY.begin()
-        if (block := self._running(path)) is not None:
-            block.inner.__enter__()
         return active
 
     def _note_batch(self, active: Pass, path: str, tensors: list[Tensor], followed: Any) -> None:
@@ -198,11 +196,6 @@ class Forward(Engine):
             self.reads.note(unknown, None)
         hand, one = self.backward.whose.in_hand, self.batching.size == 1
         active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
-
-    def _running(self, path: str) -> Block | None:
-        """The block that runs a second time, if this is its module."""
-        block = self.backward.rerun.block
-        return block if block is not None and block.path == path else None
 
     def _last_moment(self) -> Generation | None:
         """Of the forward that is computed again."""
@@ -285,8 +278,6 @@ class Forward(Engine):
 
     def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:
         """The outermost forward ends. Returns what to put in place of its result, or None."""
-        if (block := self._running(path)) is not None:
-            block.inner.__exit__(None, None, None)
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
         self.running.active = None

@@ -261,7 +261,7 @@ class LossTracking(TorchFunctionMode):
             self._note_read(NOTED.pop())
             NOTED.clear()
         if signature is not None and not (isinstance(out, Tensor) and tensor_notes.SHARE in out.__dict__):
-            self.memo.learn(signature, out, self.batch)
+            self.memo.learn(signature, call)
         return out
 
     def _judge_sizes(self, call: Call) -> None:

@@ -270,7 +270,7 @@ class PerSampleGradients:
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:
-        """Return the plan of the last backward as text, which notebooks show as a table.
+        """Return the plan of the last backward as text.
 
         Each use has a line with its parameter, shape, route, memory held, and predicted time.
 

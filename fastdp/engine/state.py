@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..batch_axis.batch_slices import unequally_written
-from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import Batching
-from ..batch_axis.layout import Layout
 from ..batch_axis.python_reads import PythonReads
 from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.row_groups import People
@@ -80,23 +77,6 @@ class Engine:
         why, place = unequally_written(self.batch)
         if why:
             self.reads.note(why, None, place)
-
-    # ------------------------------------------------------------------ what hooks and checkpointing call
-
-    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module's forward begins."""
-        raise NotImplementedError
-
-    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
-        """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
-        raise NotImplementedError
-
-    def again(
-        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Generation
-    ) -> AbstractContextManager[None]:
-        """A pass around a checkpointed region's second forward; values: its arguments, with the layouts of the first
-        ones, of the first forward's moment."""
-        raise NotImplementedError
 
 
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # that are attached to a model
