@@ -44,10 +44,6 @@ class OneSample:
         self.arrived = forward_pass.arrived
 
     @property
-    def compiling(self) -> bool:
-        return self.forward_pass.compiling
-
-    @property
     def path(self) -> str:
         return self.forward_pass.path
 

@@ -74,19 +74,6 @@ def compiled_whole(rank: int, world: int) -> Any:
     return compare(rank, world, wrap=whole_of, steps=2, sizes=[row[:world] for row in UNEQUAL], sigma=1.0)
 
 
-def runs_compiled(rank: int, world: int) -> Any:
-    from fastdp.engine.compile_stance import Switches
-
-    said: list[str] = []
-    remove, Switches.remove = Switches.remove, lambda self: (said.extend(self.report()), remove(self))[1]
-    try:
-        found = compare(rank, world, wrap=compiled, steps=2)
-    finally:
-        Switches.remove = remove
-    assert any("compiled for 1 kind(s) of inputs" in line for line in said), said
-    return found
-
-
 def case(shard: Any = None, **options: Any) -> Any:
     return functools.partial(exact, shard=shard, **options)
 
@@ -125,7 +112,7 @@ EXACT: dict[str, Any] = {
     "reentrant": case(kind="reentrant", unequal=True),
     "replicated": case(dict(mesh="replicated"), unequal=True, sigma=1.0),
     "replicated, parts of one": case(dict(mesh="copies"), unequal=True, sigma=1.0),
-    "compiled": runs_compiled,
+    "compiled": functools.partial(compare, wrap=compiled, steps=2),
     "compiled as a whole": compiled_whole,
     "nested": in_nests,
     "nested, derived": functools.partial(in_nests, kind="derived"),
