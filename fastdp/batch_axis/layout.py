@@ -104,8 +104,8 @@ class Layout(NamedTuple):
         kept = self._replace(dim=dim, outer=1, inner=1, owner=owner, order=order)
         if order is None and not self.mixed and is_one(owner):
             return self.of_sample(int(in_some_order(owner)[0]))
-        each = rows_each(owner, self.batch) if order is None else 0
-        return kept._replace(owner=None, inner=each) if each else kept
+        regular = regular_rows(owner, self.batch) if order is None else None
+        return kept._replace(owner=None, outer=regular[0], inner=regular[1]) if regular else kept
 
     def of_sample(self, sample: int, sized: bool = False) -> Layout:
         """Layout of a tensor made of this one sample."""
@@ -138,12 +138,6 @@ class Layout(NamedTuple):
         times = torch.bincount(rows.flatten() % self.rows, minlength=self.rows)
         first = torch.zeros_like(times).scatter_reduce(0, group, times, "amax", include_self=False)
         return bool((times == first[group]).all())
-
-    def may_end(self, start: int, stop: int) -> bool:
-        """Whether rows [start, stop) can be cut out: in an order made by the data, at the ends of groups only."""
-        if self.order is None or start >= stop:
-            return True
-        return all(0 == k or k == self.rows or bool(self.order[k - 1] != self.order[k]) for k in (start, stop))
 
     def __deepcopy__(self, memo: Any) -> Layout:
         return self
@@ -361,15 +355,16 @@ def is_one(owner: Tensor) -> bool:
     return owner.numel() > 0 and bool((owner == owner[0]).all())
 
 
-def rows_each(owner: Tensor, batch: int) -> int:
-    """Rows of a sample, where all have equally many and lie batch-major; else 0."""
-    each, rest = divmod(owner.numel(), max(batch, 1))
-    if rest or not each:
-        return 0
+def regular_rows(owner: Tensor, batch: int) -> tuple[int, int] | None:
+    """`outer` and `inner` of rows that lie as these say; None of rows in any other order."""
     host = on_host(owner)
     owner = owner if host is None else host
-    regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
-    return each if torch.equal(owner, regular) else 0
+    inner = int((owner != 0).long().argmax()) if batch > 1 and owner.numel() else 0
+    if not inner or owner.numel() % (batch * inner):
+        return None
+    outer = owner.numel() // (batch * inner)
+    regular = torch.arange(batch, device=owner.device).repeat_interleave(inner).repeat(outer)
+    return (outer, inner) if torch.equal(owner, regular) else None
 
 
 def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
