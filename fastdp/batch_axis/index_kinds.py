@@ -2,7 +2,7 @@
 
 A sample may pick among its own rows (the tokens that it sends to an expert); a choice that depends on other
 samples mixes them. Whole numbers made of places are told by value: columns of `nonzero()`, and rows numbered within
-their own group.
+their own group (the patches of Qwen3-VL's images).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import operator_table, tensor_notes
 from .calls import Call, Tags
-from .host_values import at, both_known, in_some_order, is_order, made_known, numbered, on_host, same_numbers
-from .layout import Layout, is_one, spread
+from .host_values import at, both_known, is_order, made_known, on_host
+from .layout import Layout, spread
 
 
 class Entry(NamedTuple):
@@ -138,29 +138,6 @@ def looked_at(
     if known and not any(given is not None and item is None for given, item in zip(items, found, strict=True)):
         return layout._replace(owner=owner), found, torch.device("cpu")
     return layout, items, device
-
-
-def layout_of_rows(rows: Tensor, layout: Layout, order: Tensor | None = None, anew: bool = False) -> Layout | None:
-    """The layout of a result that holds these rows of a layout; None if their samples depend on several dimensions.
-
-    order, anew: see `Layout.taken`.
-    """
-    shape, owners = rows.shape, layout.owners(rows.device)
-    if rows.numel() == 0:
-        kept = [dim for dim, step in enumerate(rows.stride()) if step and shape[dim] == layout.rows]
-        return layout._replace(dim=kept[0]) if kept else layout.taken(shape.index(0), rows.flatten(), order)
-    rows = rows[tuple(slice(0, None if step else 1) for step in rows.stride())] if rows.dim() > 1 else rows
-    if order is None and (anew or layout.order is None) and is_one(at(owners, rows).flatten()):
-        return layout.of_sample(int(in_some_order(at(owners, rows).flatten())[0]))
-    for dim, size in enumerate(shape):
-        flat = rows.movedim(dim, 0).flatten(1) if rows.dim() > 1 else rows[:, None]
-        if flat.size(1) == 1 or bool((owners[flat] == owners[flat[:, :1]]).all()):
-            taken = rows if rows.dim() == 1 else flat[:, 0].expand(size)
-            if not anew and size == layout.rows and same_numbers(taken, numbered(size, taken.device)):
-                return layout._replace(dim=dim)
-            order = order if order is not None and len(order) == size else None
-            return layout.taken(dim, taken, order, anew)
-    return None
 
 
 def brought_back(layout: Layout, device: torch.device) -> Layout:

@@ -23,18 +23,16 @@ from .index_kinds import (
     found_in,
     index_tuple,
     is_position_within,
-    layout_of_rows,
     looked_at,
     order_of,
     problem_of,
 )
-from .layout import Layout, extent_of, spread
+from .layout import Layout, layout_of_rows, rows_seen, spread
 from .propagate import ask
 from .view_ops import reshaped
 
 T = torch.Tensor
 _SEVERAL = "gathers rows of different samples"
-_BEYOND = "takes windows of memory outside of each sample's own rows"
 _OTHERS = "gathers one sample's data by another's indices"
 
 
@@ -62,7 +60,7 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     used = _source_dims(items, source.dim())
     along = used.get(layout.dim)
     entry = next((entry for entry in entries.values() if entry.tensor is along), None)
-    if isinstance(along, Tensor) and index[0] is along and _counts_rows(call, layout, along, used):
+    if isinstance(along, Tensor) and along is items[0] and len(entries) == 1 and _counts_rows(call, layout, along):
         return layout.taken(0, along)._replace(inferred=2)
     problem = problem_of(entries, along, layout) or _problem_of_order(entry, along, layout)
     if problem:
@@ -103,20 +101,17 @@ def _problem_of_order(entry: Entry | None, along: Any, layout: Layout) -> str:
     return ""
 
 
-def _counts_rows(call: Call, layout: Layout, index: Tensor, used: dict[int, Any]) -> bool:
-    """Whether an index counted over the whole batch repeats the samples' one row each, in order: 0 0 0 1 1 2 2 2.
+def _counts_rows(call: Call, layout: Layout, index: Tensor) -> bool:
+    """Whether an index counted over the whole batch repeats the samples' one row each, in order: 0 0 0 1 1 2 2 2 (the
+    sizes of GLM-4V's images, for each patch).
 
     How often depends on all samples, so it stays a guess until these rows meet rows known to be the same samples'.
     """
     by = call.layout(index)
     if by is None or not by.mixed or by.is_row_index or not layout.plain or layout.dim != 0 or index.dim() != 1:
         return False
-    if index.dtype not in (torch.int64, torch.int32) or not index.numel():
-        return False
-    if any(isinstance(item, Tensor) and item is not index for item in used.values()):
-        return False
-    steps = index[1:] - index[:-1]
-    whole = int(index[0]) == 0 and int(index[-1]) == layout.batch - 1
+    steps = index.diff()
+    whole = index.numel() > 0 and int(index[0]) == 0 and int(index[-1]) == layout.batch - 1
     return whole and bool(((steps == 0) | (steps == 1)).all())
 
 
@@ -192,24 +187,17 @@ def _same_for_all(table: Tensor, dim: int) -> bool:
 
 @layout_rule(torch.as_strided, T.as_strided, by_value=True, reaches=True)
 def _as_strided(call: Call) -> Tags:
-    """Windows over memory, each within one row of the samples' dimension (the chunks of Longformer)."""
+    """Windows over memory (the chunks of Longformer): the same strides over a map of row numbers."""
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None or layout.mixed:
         return [(call.out, layout)]
-    dim, offset, windows, row, apart = (
-        layout.dim,
-        call.out.storage_offset() - source.storage_offset(),
-        call.out,
-        source,
-        0,
-    )
-    if layout.alone < 0:
-        apart = source.stride(dim)
-        if dim >= windows.dim() or (windows.size(dim), windows.stride(dim)) != (layout.rows, apart):
-            return call.all_combined(_BEYOND)
-        windows, row = windows.select(dim, 0), source.select(dim, 0)
-    inside = 0 <= offset and offset + extent_of(windows) <= min(extent_of(row), apart or extent_of(row))
-    return [(call.out, layout)] if inside and (apart or layout.alone >= 0) else call.all_combined(_BEYOND)
+    rows = None
+    if layout.order is None:
+        rows = rows_seen(call.out, source, layout.along(0, source.size(0) if source.dim() else 1, source.device))
+    if rows is None:
+        return call.all_combined("takes windows of memory outside of its input")
+    found = layout if layout.alone >= 0 else layout_of_rows(rows, layout)
+    return [(call.out, found or call.combined(_SEVERAL))]
 
 
 @layout_rule(torch.index_select, T.index_select, by_value=True, picks=True, joins=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 from .batch_positions import WHY, by_place, was_by_place
 from .calls import Call, Inputs, Tags, layout_rule
 from .host_values import numbered
-from .index_kinds import brought_back, keep_coordinates, layout_of_rows, looked_at, note_groups, repeated
+from .index_kinds import brought_back, keep_coordinates, looked_at, note_groups, repeated
 from .index_write_ops import note_shape
-from .layout import Layout, regular_rows
+from .layout import Layout, layout_of_rows, regular_rows
 from .operator_table import ELEMENTWISE, spellings
 from .propagate import ask
 from .sample_loops import numbers_in
@@ -202,7 +202,7 @@ def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below
         apart = reshaped(layout._replace(owner=None, order=None, outer=regular[0], inner=regular[1]), before, after)
         if apart is not None and apart._replace(is_row_index=False).plain:
             return apart
-    kept = next(dim for dim in range(len(after) + 1) if below % math.prod(after[dim:]) == 0)
+    kept = next(dim for dim in range(1, len(after) + 1) if below % math.prod(after[dim:]) == 0)
     seen, _, device = looked_at(layout, (), layout.owner.device)
     each = torch.arange(layout.rows, device=device).repeat_interleave(below // math.prod(after[kept:]))
     found = layout_of_rows(each.repeat(math.prod(before[: layout.dim])).view(after[:kept]), seen)
