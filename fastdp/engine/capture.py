@@ -33,11 +33,11 @@ from ..grad_sample.attention import COMPOSITES
 from ..grad_sample.captured_call import Applied
 from ..grad_sample.forward_pass import ForwardPass
 from ..grad_sample.generic import capture_generic, capture_in_format
+from ..grad_sample.one_sample import one_sample_of
 from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, mark_derived, span_of
 from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
-from ..grad_sample.sample_loops import one_sample_of
 from ..utils.pytree import tensors_in
 from .activation_hooks import hooked, refuse_node
 from .call_cache import inquires

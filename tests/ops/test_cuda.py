@@ -24,7 +24,7 @@ from fastdp import ops
 from fastdp.ops import checks as op_checks
 from fastdp.ops import cuda, registry
 from fastdp.ops.registry import OPERATORS
-from fastdp.ops.trials import trials
+from fastdp.ops.kernel_inputs import trials
 
 from . import cuda_checks as checks
 from . import cuda_sample_checks as sample_checks

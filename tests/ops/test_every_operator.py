@@ -12,7 +12,7 @@ import torch
 from fastdp import ops
 from fastdp.ops.common import DTYPES, bytes_of
 from fastdp.ops.registry import OPERATORS
-from fastdp.ops.trials import trials
+from fastdp.ops.kernel_inputs import trials
 
 from . import backends
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .kernel_inputs import Trial, trials
 from .registry import OPERATORS, Kernel, Operator, replace
-from .trials import Trial, trials
 
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,7 +39,7 @@ def register_kernel(
     that it was recorded with.
 
     Args:
-        operator: the name, as in `fastdp.ops` or "linear_clipped_sum.out".
+        operator: the name, as in `fastdp.ops` or "embedding_clipped_sum.out".
         device: "cpu" or "cuda".
         dtypes: the types of numbers that the function takes (default: float32, float64 and both 16-bit ones). What
             served before takes the others.
