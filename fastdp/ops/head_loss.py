@@ -174,7 +174,8 @@ def _by_tokens(
     squares = bound = None
     if wanted.weight and into is None:
         squares, bound = norm_sq_and_bound(a, g)
-        squares, bound = _with_doubt(head, squares, bound, h, weights, lse)
+        doubt = head.doubt(h, weights, lse)
+        squares, bound = enlarged(squares, doubt), added(bound, doubt)
     return Found(losses, lse, dh, db, squares, bound)
 
 
@@ -227,15 +228,6 @@ def _turned_rows(head: Head, z: Tensor, y: Tensor, w: Tensor, wanted: bool) -> t
         hit = None
     head.finish(z, y, 0, hit, slope)
     return lse, losses, (w if hit is None else torch.where(w != 0, w / total, 0)).unsqueeze(1)
-
-
-def _with_doubt(
-    head: Head, squares: Tensor, bound: Tensor | None, h: Tensor, w: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    doubt = head.doubt(h, w, lse)
-    total = added(bound, doubt)
-    assert total is not None
-    return enlarged(squares, doubt), total
 
 
 def _sliced(head: Head, h: Tensor, labels: Tensor, weights: Tensor, wanted: Wanted) -> Found:
