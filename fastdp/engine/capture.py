@@ -33,6 +33,7 @@ from ..grad_sample.attention import COMPOSITES
 from ..grad_sample.captured_call import Applied
 from ..grad_sample.forward_pass import ForwardPass
 from ..grad_sample.generic import capture_generic, capture_in_format
+from ..grad_sample.one_sample import one_sample_of
 from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, mark_derived, span_of
 from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.routed_rows import PRODUCTS, gathered_of

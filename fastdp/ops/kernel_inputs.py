@@ -75,12 +75,7 @@ def _linear(n: Numbers, name: str) -> Iterator[Trial]:
             yield Trial((a, g), {})
         else:
             _dropped(a, g)
-            yield Trial((a, g, n.factors(), *_onto(n, name, g.size(-1), a.size(-1))), {})
-
-
-def _onto(n: Numbers, name: str, *shape: int) -> tuple[Tensor, ...]:
-    """The tensor that a sum is added to, where the operator has one."""
-    return (n.sums(*shape),) if name.endswith(".out") else ()
+            yield Trial((a, g, n.factors()), {})
 
 
 def _conv(n: Numbers, name: str) -> Iterator[Trial]:
@@ -97,8 +92,7 @@ def _conv(n: Numbers, name: str) -> Iterator[Trial]:
             yield Trial((x, g, *rest), {})
         else:
             _dropped(x, g)
-            weight = _onto(n, name, outputs, channels // groups, kernel, kernel)
-            yield Trial((x, g, n.factors(), *rest, *weight), {})
+            yield Trial((x, g, n.factors(), *rest), {})
 
 
 def _embedding(n: Numbers, name: str) -> Iterator[Trial]:
@@ -112,8 +106,8 @@ def _embedding(n: Numbers, name: str) -> Iterator[Trial]:
             yield Trial((ids, g, rows, padding), {})
         else:
             _dropped(g)
-            onto = _onto(n, name, rows, 5)
-            yield Trial((ids, g, n.factors(), rows, padding), {"out": onto[0]} if onto else {})
+            onto = {"out": n.sums(rows, 5)} if name.endswith(".out") else {}
+            yield Trial((ids, g, n.factors(), rows, padding), onto)
 
 
 def _tied(n: Numbers, name: str) -> Iterator[Trial]:

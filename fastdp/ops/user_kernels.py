@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .kernel_inputs import Trial, trials
 from .registry import OPERATORS, Kernel, Operator, replace
-from .trials import Trial, trials
 
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,7 +39,7 @@ def register_kernel(
     that it was recorded with.
 
     Args:
-        operator: the name, as in `fastdp.ops` or "linear_clipped_sum.out".
+        operator: the name, as in `fastdp.ops` or "embedding_clipped_sum.out".
         device: "cpu" or "cuda".
         dtypes: the types of numbers that the function takes (default: float32, float64 and both 16-bit ones). What
             served before takes the others.
@@ -150,56 +150,46 @@ def _compare(operator: Operator, function: Callable[..., Any], device: str, kind
         for number, trial in enumerate(trials(operator.name, torch.device(device), kind)):
             with torch.no_grad():
                 wrong = _difference(operator, function, trial)
-            if wrong is not None:
+            if wrong:
                 shapes = ", ".join(str(list(t.shape)) for t in tree_leaves(trial) if isinstance(t, Tensor))
                 raise ValueError(f"{function!r} is no {operator.name}: {wrong} (input {number}: {kind}, {shapes}). "
                                  "If it does not take this type, name those that it takes (dtypes=)")  # fmt: skip
 
 
-def _difference(operator: Operator, function: Callable[..., Any], trial: Trial) -> str | None:
-    """What is wrong with the results, and with what is left of the arguments."""
+def _difference(operator: Operator, function: Callable[..., Any], trial: Trial) -> str:
+    """What is wrong with the results, and with what is left of the arguments; "" if nothing is."""
     # the same strides in each copy, so that a kernel meets the memory it would meet
-    given, kept = (tree_map_only(Tensor, _copied, trial) for _ in range(2))
+    given, kept = (tree_map_only(Tensor, copy.deepcopy, trial) for _ in range(2))
     truth = operator.reference(*kept.args, **kept.kwargs)
     try:
         found = function(*given.args, **given.kwargs)
     except Exception as problem:  # noqa: BLE001  (whatever it raises, it is no kernel)
         return f"it raises {type(problem).__name__}: {str(problem)[:200]}"
-    if found is None and truth is not None:
-        return "it returns nothing"
-    pairs = list(zip(_tensors(found), _tensors(truth), strict=False))
-    if len(_tensors(found)) != len(_tensors(truth)):
-        return f"it returns {len(_tensors(found))} tensors, not {len(_tensors(truth))}"
-    for place, (mine, theirs) in enumerate(pairs):
-        if wrong := _wrong(operator.name, mine, theirs):
+    results, wanted = _tensors(found), _tensors(truth)
+    if len(results) != len(wanted):
+        return f"it returns {len(results)} tensors, not {len(wanted)}"
+    for place, (mine, theirs) in enumerate(zip(results, wanted, strict=True)):
+        if wrong := _wrong(mine, theirs, operator.name.endswith("norm_sq")):
             return f"of result {place}, {wrong}"
     for place, (mine, theirs) in enumerate(zip(_tensors(given), _tensors(kept), strict=True)):
-        if wrong := _wrong("", mine, theirs):
+        if wrong := _wrong(mine, theirs):
             return f"of what is left in argument {place}, {wrong}"
-    return None
+    return ""
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return copy.deepcopy(tensor)
+def _wrong(found: Tensor, truth: Tensor, is_norm: bool = False) -> str:
+    """What is wrong with numbers, which may be off by FAR of the largest; norms may hardly be too small."""
+    finite = truth.double().nan_to_num()
+    allowed = FAR.get(truth.dtype, 0.0) * float(finite.abs().max()) if truth.numel() else 0.0
+    try:
+        torch.testing.assert_close(found, truth, rtol=0, atol=allowed, equal_nan=True)
+    except AssertionError as problem:
+        return " ".join(str(problem).split())
+    lost = (finite - found.double().nan_to_num()) / finite.abs().clamp(min=1e-30)
+    if is_norm and lost.numel() and float(lost.max()) > TOO_SMALL:
+        return f"a squared norm is too small by {float(lost.max()):.1e} of itself"
+    return ""
 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _wrong(name: str, found: Tensor, truth: Tensor) -> str | None:
-    if found.shape != truth.shape or found.dtype != truth.dtype or found.device != truth.device:
-        return f"it is {found.dtype} {list(found.shape)} on {found.device}, not {truth.dtype} {list(truth.shape)}"
-    if not found.numel():
-        return None
-    mine, theirs = found.double(), truth.double()
-    if not torch.equal(mine.isnan(), theirs.isnan()):
-        return "NaN is where none may be, or none where it must be"
-    mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
-    off = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
-    if off > FAR.get(truth.dtype, 0.0):
-        return f"a number is off by {off:.1e} of the largest"
-    small = float(((theirs - mine) / theirs.abs().clamp(min=1e-30)).max())
-    if name.endswith("norm_sq") and small > TOO_SMALL:
-        return f"a squared norm is too small by {small:.1e} of itself"
-    return None

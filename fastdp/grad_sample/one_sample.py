@@ -6,9 +6,6 @@ sample's; before norms are taken, the uses of all samples are put side by side a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,17 +28,11 @@ class OneSample:
         self.forward_pass, self.layout, self.sample = forward_pass, layout, layout.alone
         self.planner = forward_pass.planner
         self.is_parameter, self.is_data, self.is_tracked = (
-            forward_pass.is_parameter,
-            forward_pass.is_data,
-            forward_pass.is_tracked,
-        )
-        self.place, self.token_for, self.begin_record = (
-            forward_pass.place,
-            forward_pass.token_for,
-            forward_pass.begin_record,
-        )
-        self.names_of, self.note_applied = forward_pass.names_of, forward_pass.note_applied
-        self.arrived = forward_pass.arrived
+            forward_pass.is_parameter, forward_pass.is_data, forward_pass.is_tracked,
+        )  # fmt: skip
+        self.place, self.names_of, self.traced = forward_pass.place, forward_pass.names_of, forward_pass.traced
+        self.token_for, self.note_applied = forward_pass.token_for, forward_pass.note_applied
+        self.begin_record, self.arrived = forward_pass.begin_record, forward_pass.arrived
 
     @property
     def path(self) -> str:
@@ -55,9 +46,6 @@ class OneSample:
 
     def record(self, use: ParameterUse) -> None:
         self.forward_pass.record(Regrouped(use, Groups(torch.tensor([self.sample]), self.forward_pass.batch)))
-
-    def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.forward_pass.traced(function, *args, **kwargs)
 
     def tag_results(self, call: Call) -> None:
         """The results of the call are the sample's."""
@@ -86,10 +74,7 @@ def one_sample_of(forward_pass: ForwardPass, call: Call) -> OneSample | None:
         if base is not None and tag_of(base, forward_pass.batch) != tag_of(args[0], forward_pass.batch):
             why = f"{forward_pass.place(name)} writes into a view of the batch"
             raise SampleMixingError(f"{why}, together with a parameter. Use torch.stack or torch.cat.", why)
-    sized, inferred = (
-        any(layout.size_from_data or layout.order is not None for layout in layouts),
-        any(layout.inferred for layout in layouts),
-    )
-    return OneSample(
-        forward_pass, Layout(forward_pass.batch, alone=found.pop(), size_from_data=sized, inferred=inferred)
-    )
+    sized = any(layout.size_from_data or layout.order is not None for layout in layouts)
+    own = Layout(forward_pass.batch, alone=found.pop(), size_from_data=sized,
+                 inferred=any(layout.inferred for layout in layouts))  # fmt: skip
+    return OneSample(forward_pass, own)
