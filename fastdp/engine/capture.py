@@ -38,7 +38,6 @@ from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, mark_de
 from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
-from ..grad_sample.sample_loops import one_sample_of
 from .activation_hooks import hooked, refuse_node
 from .call_cache import inquires, tag_results
 from .call_checks import look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved

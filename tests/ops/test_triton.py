@@ -33,7 +33,6 @@ from .table import CONVS, assert_norms, conv_data, conv_gradients, linear_data, 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-
 from fastdp.kernels import clipped, common, depthwise, patches, tiles
 from fastdp.kernels.conv_problem import Geometry as ThreeSizes
 from fastdp.kernels.conv_problem import Problem
