@@ -21,6 +21,9 @@ EXPLAINED: dict[str, str] = {
         "pins a fault: the clipped mean is compared with the clipped sum, which in Opacus agree as factors [3] meet "
         "losses [3, 1]: three times the gradient"
     ),
+    r"BatchMemoryManagerTest\w*::test_(basic|equivalent)": (
+        "subtracts outputs [B, 1] from targets [B], which makes a loss [B, B] of all pairs: refused by name"
+    ),
     r"Embedding_bag_test::test_input_across_dims": (
         "a limit of fastdp: in flat ids with offsets, given to the model itself, whose each id is must be told by "
         "fastdp.mark_rows; it is refused by name"

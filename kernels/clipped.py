@@ -178,44 +178,41 @@ def rows_tile(a: Tensor, g: Tensor) -> Tile:
 # ---------------------------------------------------------------------- launchers
 
 
-def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = None, *, tile: Tile | None = None,
+def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, *, tile: Tile | None = None,
                        parts: int | None = None) -> Tensor:  # fmt: skip
     """sum_b c_b g_b^T a_b, [O,I] float32 (float64 for float64); rows of samples with c_b = 0 are not read as numbers.
 
-    Args: a [B,T,I] or [B,I]; g [B,T,O] or [B,O]; c [B] finite factors; out [O,I], to which the sum is added, any
-    strides; tile and parts (groups of samples summed apart) in place of the rules'.
+    Args: a [B,T,I] or [B,I]; g [B,T,O] or [B,O]; c [B] finite factors; tile and parts (groups of samples summed apart)
+    in place of the rules'.
     Float32 goes through cuBLAS on g scaled before, where PyTorch does not round it to tf32; else a kernel.
     Raises ValueError on shapes. Source: book-keeping, Bu et al. 2023, arXiv 2210.00038.
     """
     a, g = as_rows(a, g)
     shape = (g.size(2), a.size(2))
-    if c.shape != (a.size(0),) or (out is not None and out.shape != shape):
-        raise ValueError(f"expected factors [{a.size(0)}] and out {shape}; got {tuple(c.shape)}, "
-                         f"{None if out is None else tuple(out.shape)}")  # fmt: skip
+    if c.shape != (a.size(0),):
+        raise ValueError(f"expected factors [{a.size(0)}]; got {tuple(c.shape)}")
     if tile is None and parts is None and not is_half(a) and (not has_kernel(a) or float32_is_exact()):
-        total = clipped_sum_prescaled(a, g, c)
-        return total if out is None else out.add_(total)
-    if out is not None and out.dtype != torch.float32:
-        return out.add_(linear_clipped_sum(a, g, c, tile=tile, parts=parts))
+        return _prescaled(a, g, c)
     if 0 in (*a.shape, shape[0]):
-        return a.new_zeros(shape, dtype=torch.float32) if out is None else out
+        return a.new_zeros(shape, dtype=torch.float32)
+    total = a.new_empty(shape, dtype=torch.float32)
     with torch.cuda.device_of(a):
         if tile is not None or not is_half(a) or aligned(a, g):
-            target = a.new_empty(shape, dtype=torch.float32) if out is None else out
-            _launch(a, g, c, target, out is not None, tile, parts)
-            return target
-        total = a.new_empty(0, dtype=torch.float32)  # of columns filled up to whole vectors
-        for part_a, part_g, rows in wide(a, g):
+            _launch(a, g, c, total, False, tile, parts)
+            return total
+        for part_a, part_g, rows in wide(a, g):  # with columns filled up to whole vectors
             if rows.start == 0:
                 total = a.new_empty((part_g.size(2), part_a.size(2)), dtype=torch.float32)
             _launch(part_a, part_g, c[rows], total, rows.start > 0, None, parts)
-    total = total[: shape[0], : shape[1]]
-    return total.contiguous() if out is None else out.add_(total)
+    return total[: shape[0], : shape[1]].contiguous()
 
 
-def add_linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
-    """Adds sum_b c_b g_b^T a_b to out [O,I]; see linear_clipped_sum."""
-    linear_clipped_sum(a, g, c, out)
+def _prescaled(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
+    """The same by cuBLAS on c_b g_b, which is exact enough in float32 and float64 alone."""
+    drop = (c == 0)[:, None, None]
+    zero = torch.zeros((), dtype=a.dtype, device=a.device)
+    a, g = torch.where(drop, zero, a), torch.where(drop, zero, (g * c[:, None, None]).to(g.dtype))
+    return torch.mm(g.flatten(0, 1).mT, a.flatten(0, 1))
 
 
 def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile | None, parts: int | None,
@@ -246,17 +243,3 @@ def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile 
         add_parts_kernel[(triton.cdiv(o * i, 1024), count)](
             part, target, parts, o, i, *out.stride(), ADD=add, BLOCK=1024, OUT=at, num_warps=4
         )
-
-
-def clipped_sum_prescaled(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
-    """The same by cuBLAS on c_b g_b. With 16-bit inputs c_b g_b is rounded to 16 bits: a sample's share may then
-    exceed its bound by up to 2^-8 of itself, so that the rule does not choose it; multiply c by 1 - 2^-8 to be safe.
-    """
-    a, g = as_rows(a, g)
-    drop = (c == 0)[:, None, None]
-    zero = torch.zeros((), dtype=a.dtype, device=a.device)
-    a = torch.where(drop, zero, a).flatten(0, 1)
-    g = torch.where(drop, zero, (g * c[:, None, None]).to(g.dtype)).flatten(0, 1)
-    if is_half(a) and a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(g.mT, a, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
-    return torch.mm(g.mT.float(), a.float()) if is_half(a) else torch.mm(g.mT, a)

@@ -107,13 +107,6 @@ def truncation(products: int, factor: Tensor) -> float:
     return TRUNCATION * steps * (1 + PRODUCTS_CUT if factor.dtype == torch.float16 else 1)
 
 
-def norm_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of squared norms: as asked for, else float32 (float64 for float64 and complex128)."""
-    if dtype not in (None, torch.float32, torch.float64):
-        raise ValueError(f"norms are float32 or float64, not {dtype}")
-    return dtype or (torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32)
-
-
 def same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Both in one type, which holds either's numbers exactly."""
     if x.dtype == y.dtype:

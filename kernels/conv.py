@@ -14,6 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
+from fastdp.ops.common import norm_type, scaled, sum_type, without_dropped
+from fastdp.ops.linear import check_method
+
 from . import clipped, common, depthwise, linear, rows, tiles
 from .common import VECTOR, Tile, chunk_of, extent, has_kernel, is_half, truncation
 from .conv_bound import Limits, enlarged, parts_of
@@ -104,9 +107,8 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
     Args: x and g float32, bfloat16 or float16 (float64 by plain PyTorch), any strides; method "auto", "gram" or
     "direct" as for linear_norm_sq; dtype float32 or float64; tile in place of the rule's. Raises ValueError.
     """
-    kind = common.norm_type(x, dtype)
-    if method not in ("auto", "gram", "direct"):
-        raise ValueError(f"method must be 'auto', 'gram' or 'direct', not {method!r}")
+    kind = norm_type(x, dtype)
+    check_method(method)
     p = problem(x, g, kernel_size, stride, padding, dilation, groups)
     if _empty(p):
         return x.new_zeros(x.size(0), dtype=kind)
@@ -197,9 +199,8 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, p
     """The weight gradient of each sample, [B, O, C / groups, *kernel_size] float32 (float64 for float64)."""
     p = problem(x, g, kernel_size, stride, padding, dilation, groups)
     batch = x.size(0)
-    kind = torch.float32 if is_half(p.x) else p.x.dtype
     if _empty(p):
-        return x.new_zeros((batch, *p.weight), dtype=kind)
+        return x.new_zeros((batch, *p.weight), dtype=sum_type(p.x))
     if not has_kernel(p.x):
         return torch.stack([_by_pytorch(p, p.x[b : b + 1], p.g[b : b + 1]) for b in range(batch)])
     if _pointwise(p):
@@ -213,9 +214,9 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, p
 
 
 def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Size, stride: Size = 1, padding: Size = 0,
-                     dilation: Size = 1, groups: int = 1, out: Tensor | None = None, *, tile: Tile | None = None,
+                     dilation: Size = 1, groups: int = 1, *, tile: Tile | None = None,
                      parts: int | None = None) -> Tensor:  # fmt: skip
-    """sum_b c_b (weight gradient of sample b), of the weight's shape, float32; added to `out` if given.
+    """sum_b c_b (weight gradient of sample b), of the weight's shape, float32.
 
     Samples with c_b = 0 are not read as numbers. Float32 goes through PyTorch's convolution over c_b g_b; 16-bit
     inputs through a kernel, for there c_b g_b would be rounded to 16 bits and a sample could exceed its bound.
@@ -224,20 +225,15 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Size, stride:
     if c.shape != (x.size(0),):
         raise ValueError(f"expected factors [{x.size(0)}], got {tuple(c.shape)}")
     if _empty(p):
-        total = x.new_zeros(p.weight, dtype=torch.float32 if is_half(p.x) else p.x.dtype)
-    elif _pointwise(p) and has_kernel(p.x):
-        total = clipped.linear_clipped_sum(*_rows(p), c, tile=tile, parts=parts).view(p.weight)
-    elif depthwise.takes(p) and tile is None:
-        total = rows.weighted_sum(depthwise.per_sample(p), c)
-    elif not is_half(p.x) and tile is None:
-        drop, zero = c == 0, torch.zeros((), dtype=p.x.dtype, device=x.device)
-        factors = c.to(p.x.dtype)[:, None, None]
-        scaled = torch.where(drop[:, None, None], zero, p.g * factors)
-        total = _by_pytorch(p, torch.where(drop[:, None, None, None, None], zero, p.x), scaled)
-    else:
-        p = p.wide()
-        total = _clipped_sum(p, c, _tile(p, tile), parts)
-    return total if out is None else out.add_(total)
+        return x.new_zeros(p.weight, dtype=sum_type(p.x))
+    if _pointwise(p) and has_kernel(p.x):
+        return clipped.linear_clipped_sum(*_rows(p), c, tile=tile, parts=parts).view(p.weight)
+    if depthwise.takes(p) and tile is None:
+        return rows.weighted_sum(depthwise.per_sample(p), c)
+    if not is_half(p.x) and tile is None:
+        return _by_pytorch(p, without_dropped(p.x, c), scaled(p.g, c))
+    p = p.wide()
+    return _clipped_sum(p, c, _tile(p, tile), parts)
 
 
 def _clipped_sum(p: Problem, c: Tensor, tile: Tile, parts: int | None) -> Tensor:

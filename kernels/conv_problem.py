@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastdp.ops.geometry import Sizes as Size
+from fastdp.ops.geometry import geometry_of
+
 from . import common
 from .common import VECTOR, is_half
-
-Size = int | Sequence[int]
 
 
 class Geometry(NamedTuple):
@@ -86,35 +86,20 @@ class Problem(NamedTuple):
         return self._replace(x=x, g=g.mT.contiguous().mT if of_g else g, last=True)
 
 
-def _three(value: Size, n: int, default: int) -> tuple[int, int, int]:
-    values = (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
-    if len(values) != n:
-        raise ValueError(f"expected one number or {n}, not {value}")
-    return (default,) * (3 - n) + values  # type: ignore[return-value]
+def _three(values: tuple[int, ...], default: int) -> tuple[int, int, int]:
+    return (default,) * (3 - len(values)) + values  # type: ignore[return-value]
 
 
 def problem(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
             groups: int) -> Problem:  # fmt: skip
     """Checks shapes and takes one or two dimensions as three; raises ValueError."""
-    n = x.dim() - 2
-    if groups < 1:
-        raise ValueError(f"expected one group or more, not {groups}")
-    if n not in (1, 2, 3) or g.dim() != x.dim() or x.size(0) != g.size(0) or x.size(1) % groups or g.size(1) % groups:
-        raise ValueError(f"expected x [B,C,*] and g [B,O,*] of one to three dimensions with C and O multiples of "
-                         f"{groups}; got {tuple(x.shape)} and {tuple(g.shape)}")  # fmt: skip
-    geometry = Geometry(_three(kernel_size, n, 1), _three(stride, n, 1), _three(padding, n, 0), _three(dilation, n, 1))
-    if min(*geometry.kernel, *geometry.stride, *geometry.dilation) < 1 or min(geometry.padding) < 0:
-        raise ValueError(f"expected kernel_size, stride and dilation of 1 or more and padding of 0 or more; got "
-                         f"{kernel_size}, {stride}, {dilation} and {padding}")  # fmt: skip
-    full = (1,) * (3 - n) + tuple(x.shape[2:])
-    expected = [(size + 2 * p - d * (k - 1) - 1) // s + 1
-                for size, k, s, p, d in zip(full, *geometry, strict=True)]  # fmt: skip
-    if tuple(expected[3 - n :]) != tuple(g.shape[2:]):
-        raise ValueError(f"these sizes give an output of {expected[3 - n :]}; g has {list(g.shape[2:])}")
+    own = geometry_of(x, g, kernel_size, stride, padding, dilation, groups)
+    geometry = Geometry(_three(own.weight[2:], 1), _three(own.stride, 1), _three(own.padding, 0),
+                        _three(own.dilation, 1))  # fmt: skip
     x, g = common.same_type(x, g)
-    view = x.view(*x.shape[:2], *full)
-    weight = (g.size(1), x.size(1) // groups, *geometry.kernel[3 - n :])
-    return Problem(view, g.flatten(2), (expected[1], expected[2]), geometry, groups, weight)
+    size = _three(tuple(x.shape[2:]), 1)
+    height, width = _three(tuple(g.shape[2:]), 1)[1:]
+    return Problem(x.view(*x.shape[:2], *size), g.flatten(2), (height, width), geometry, groups, own.weight)
 
 
 def channels_last(x: Tensor) -> bool:

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastdp.ops.common import norm_type, sum_type
+from fastdp.ops.linear import check_method, shaped
+
 from .common import (  # fmt: skip
     Tile,
     aligned,
@@ -23,7 +26,6 @@ from .common import (  # fmt: skip
     float32_is_exact,
     has_kernel,
     is_half,
-    norm_type,
     precision,
     same_type,
     truncation,
@@ -33,7 +35,6 @@ from .finish import Sums, finish
 from .products import direct_kernel, gram_kernel, sizes_kernel, vector_kernel
 from .tiles import diagonal, direct_tile, gram_is_cheaper, gram_tile
 
-METHODS = ("auto", "gram", "direct")
 ROWS = 16  # whose sizes one program takes
 BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")  # 16-bit products with a float32 result, from PyTorch 2.8
 
@@ -43,11 +44,7 @@ BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")  # 16-bit products with a floa
 
 def as_rows(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """a and g as [B,T,I] and [B,T,O] of one type; raises ValueError on other shapes."""
-    if a.dim() == 2 and g.dim() == 2:
-        a, g = a.unsqueeze(1), g.unsqueeze(1)
-    if a.dim() != 3 or g.dim() != 3 or a.shape[:2] != g.shape[:2]:
-        raise ValueError(f"expected a [B,T,I] and g [B,T,O], or [B,I] and [B,O]; got {a.shape} and {g.shape}")
-    return same_type(a, g)
+    return same_type(*shaped(a, g))
 
 
 class Layers(NamedTuple):
@@ -82,8 +79,7 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
     """
     kind = norm_type(a, dtype)
     a, g = as_rows(a, g)
-    if method not in METHODS:
-        raise ValueError(f"method must be 'auto', 'gram' or 'direct', not {method!r}")
+    check_method(method)
     if not has_kernel(a):
         return torch.stack([torch.linalg.vector_norm(y.mT @ x) for x, y in zip(a, g, strict=True)]).square().to(kind)
     return _norms(a, g, method, kind, tile, None)[0]
@@ -204,9 +200,8 @@ def linear_per_sample(a: Tensor, g: Tensor, *, tile: Tile | None = None) -> Tens
     """
     a, g = as_rows(a, g)
     (batch, t, i), o = a.shape, g.size(2)
-    kind = torch.float32 if is_half(a) else a.dtype
     if 0 in (batch, t, i, o):
-        return a.new_zeros((batch, o, i), dtype=kind)
+        return a.new_zeros((batch, o, i), dtype=sum_type(a))
     if tile is None:
         if not has_kernel(a) or (a.dtype == torch.float32 and float32_is_exact()):
             return torch.bmm(g.mT, a)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastdp.ops.checks import rows_of
+from fastdp.ops.checks import check_table_sum, rows_of
 from fastdp.ops.common import norm_type, sum_type
 
 from .common import extent
@@ -106,8 +106,7 @@ def embedding_clipped_sum(
     """As `fastdp.ops.embedding_clipped_sum` says; added to `out` if given."""
     ids, g = rows_of(ids, g, padding_idx)
     kind = sum_type(g)
-    if c.shape != ids.shape[:1] or (out is not None and out.shape != (num_embeddings, g.size(-1))):
-        raise ValueError(f"expected c [{ids.size(0)}] and out [{num_embeddings}, {g.size(-1)}]: {tuple(c.shape)}")
+    check_table_sum(g, c, num_embeddings, out)
     direct = out is not None and out.dtype == kind and out.is_contiguous()
     table = out if out is not None and direct else torch.zeros(num_embeddings, g.size(-1), dtype=kind, device=g.device)
     if g.numel():

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastdp.ops.common import sum_type
+
 from .common import extent, same_type
 
 
@@ -94,10 +96,6 @@ def channels_kernel(
 # ---------------------------------------------------------------------- launchers
 
 
-def _sum_type(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _rows(x: Tensor, g: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape != g.shape or x.dim() < 2:
         raise ValueError(f"expected x and g [B,...,d]; got {tuple(x.shape)} and {tuple(g.shape)}")
@@ -108,7 +106,7 @@ def _rows(x: Tensor, g: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tens
             raise ValueError(f"expected a statistic a row, {batch * count}; got {tuple(statistic.shape)}")
     x, g = same_type(x, g)
     x, g = x.reshape(batch, count, d), g.reshape(batch, count, d)
-    kind = _sum_type(x)
+    kind = sum_type(x)
     out = x.new_empty((2, batch, d), dtype=kind)
     if 0 in (batch, count, d):
         out.zero_()
@@ -170,7 +168,7 @@ def group_affine_per_sample(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor,
     x, g = same_type(x, g)
     size = math.prod(x.shape[2:])
     x, g = x.reshape(batch, channels, size), g.reshape(batch, channels, size)
-    kind = _sum_type(x)
+    kind = sum_type(x)
     out = x.new_empty((2, batch, channels), dtype=kind)
     if 0 in (batch, channels, size):
         out.zero_()

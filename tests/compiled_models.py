@@ -32,24 +32,6 @@ def fresh() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often graphs were interpreted and ran compiled."""
-    from fastdp.engine import compile_graph as compiled_graph
-
-    count = {"interpreted": 0, "compiled": 0}
-    for name, kind in (("Interpretation", "interpreted"), ("Plan", "compiled")):
-        method = "run" if kind == "interpreted" else "__call__"
-        real = getattr(getattr(compiled_graph, name), method)
-
-        def counted(self: Any, *args: Any, real: Any = real, kind: str = kind) -> Any:
-            count[kind] += 1
-            return real(self, *args)
-
-        monkeypatch.setattr(getattr(compiled_graph, name), method, counted)
-    return count
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,19 +107,6 @@ class LoRA(nn.Module):
         return self.head(torch.tanh(self.base(x) + 2 * self.up(self.down(x))).mean(1))
 
 
-class Broken(nn.Module):
-    """What torch cannot make one graph of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        torch._dynamo.graph_break()
-        return self.second(x * x.detach().abs())
-
-
 def tokens(b: int = B) -> Tensor:
     return torch.randint(0, V, (b, T))
 
@@ -152,7 +121,6 @@ def images(b: int = B) -> Tensor:
 
 MODELS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
     "language": (Language, tokens), "images": (Images, images), "raw": (Raw, rows), "lora": (LoRA, tokens),
-    "broken": (Broken, rows),
 }  # fmt: skip
 
 

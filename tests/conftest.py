@@ -28,7 +28,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equa
 
 from fastdp.batch_axis import current_batch
 
-from .compiled_models import fresh, ran  # noqa: F401  (fixtures)
+from .compiled_models import fresh  # noqa: F401  (a fixture)
 from .data.skipping import silent  # noqa: F401  (a fixture)
 from .interpreted import patch_once_a_launch
 

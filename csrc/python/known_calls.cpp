@@ -18,50 +18,50 @@ namespace {
 void tag(PyObject *tensor, PyObject *layout, PyObject *moment) {
     const Ref held_notes = notes_of(tensor);
     PyObject *notes = held_notes.get();
-    const bool view = asks(tensor, words->is_view);
+    const bool view = asks(tensor, names->is_view);
     const Ref storage = storage_of(tensor);
-    bool ordinary = storage && entry(notes, words->INPUT) == nullptr && entry(notes, words->PRESUMED) == nullptr;
+    bool ordinary = storage && entry(notes, names->INPUT) == nullptr && entry(notes, names->PRESUMED) == nullptr;
     Ref held;
     if (ordinary) {
         const Ref storage_notes = notes_of(storage.get());
-        held = Ref::of(entry(storage_notes.get(), words->HELD));
+        held = Ref::of(entry(storage_notes.get(), names->HELD));
         if (!held || held.get() == Py_None) {
             held = checked(PyList_New(2));
             PyList_SET_ITEM(held.get(), 0, Py_NewRef(layout));
             PyList_SET_ITEM(held.get(), 1, Py_NewRef(moment));
-            put(storage_notes.get(), words->HELD, held.get());
+            put(storage_notes.get(), names->HELD, held.get());
             const Ref weak = checked(PyWeakref_NewRef(storage.get(), nullptr));
-            const Ref storages = attribute(words->holding, words->all_storages);
+            const Ref storages = attribute(names->holding, names->all_storages);
             if (PyList_Append(storages.get(), weak.get()) < 0) throw Raised{};
-            const Ref prune = attribute(words->holding, words->prune);
-            if (PyList_GET_SIZE(storages.get()) > number(prune.get())) checked(PyObject_CallNoArgs(words->drop_gone));
+            const Ref prune = attribute(names->holding, names->prune);
+            if (PyList_GET_SIZE(storages.get()) > number(prune.get())) checked(PyObject_CallNoArgs(names->drop_gone));
         } else {
             PyObject *known = PyList_GET_ITEM(held.get(), 0), *whose = PyList_GET_ITEM(held.get(), 1);
             const bool same_moment = whose == moment || whose == Py_None;
             const bool same_layout =
-                known == layout || (view && is_layout(known) && number(field(known, words->batch)) ==
-                                                                    number(field(layout, words->batch)));
+                known == layout || (view && is_layout(known) && number(field(known, names->batch)) ==
+                                                                    number(field(layout, names->batch)));
             ordinary = same_moment && same_layout;
         }
     }
     if (!ordinary) {
-        checked(PyObject_CallFunctionObjArgs(words->tag, tensor, layout, nullptr));
+        checked(PyObject_CallFunctionObjArgs(names->tag, tensor, layout, nullptr));
         return;
     }
-    put(notes, words->LAYOUT, layout);
-    put(notes, words->MOMENT, moment);
-    if (view) put(notes, words->TAGGED_AT, attribute(tensor, words->version).get());
-    const Ref token = attribute(moment, words->token);
-    if (token.get() != Py_None || entry(notes, words->TOKEN) != nullptr) put(notes, words->TOKEN, token.get());
-    put(notes, words->HELD, held.get());
+    put(notes, names->LAYOUT, layout);
+    put(notes, names->MOMENT, moment);
+    if (view) put(notes, names->TAGGED_AT, attribute(tensor, names->version).get());
+    const Ref token = attribute(moment, names->token);
+    if (token.get() != Py_None || entry(notes, names->TOKEN) != nullptr) put(notes, names->TOKEN, token.get());
+    put(notes, names->HELD, held.get());
 }
 
 // A result of a known call: data with this layout, or (None) a constant.
 void note_result(PyObject *tensor, PyObject *layout, PyObject *moment) {
     if (layout != Py_None) {
         tag(tensor, layout, moment);
-    } else if (is(tensor, words->requires_grad) && !is(tensor, words->is_leaf)) {
-        put(notes_of(tensor).get(), words->UNTRACKED, Py_True);
+    } else if (is(tensor, names->requires_grad) && !is(tensor, names->is_leaf)) {
+        put(notes_of(tensor).get(), names->UNTRACKED, Py_True);
     }
 }
 
@@ -92,8 +92,8 @@ class KnownCalls {
     // What the call gives, if it is known; MISSED otherwise, with nothing done.
     PyObject *call(PyObject *forward_pass, PyObject *function, PyObject *args, PyObject *kwargs) {
         try {
-            if (checked(PyObject_CallNoArgs(words->under_functorch)).get() != Py_None) throw Missed{};
-            PyObject *kind = entry(words->kinds, function);
+            if (checked(PyObject_CallNoArgs(names->under_functorch)).get() != Py_None) throw Missed{};
+            PyObject *kind = entry(names->kinds, function);
             if (kind == nullptr) throw Missed{};
             const std::int64_t code = number(kind);
             if ((code & KIND) == ASKS) return asked(function, args, kwargs);
@@ -107,7 +107,7 @@ class KnownCalls {
             note(out.get(), layouts.get());
             return out.release();
         } catch (const Missed &) {
-            return Py_NewRef(words->missed);
+            return Py_NewRef(names->missed);
         } catch (const Raised &) {
             return nullptr;
         } catch (const std::exception &problem) {
@@ -120,7 +120,7 @@ class KnownCalls {
     // left to Python. For tests.
     PyObject *signature(PyObject *function, PyObject *args, PyObject *kwargs) {
         try {
-            PyObject *kind = entry(words->kinds, function);
+            PyObject *kind = entry(names->kinds, function);
             if (kind == nullptr) throw Missed{};
             const std::int64_t code = number(kind);
             if ((code & COMBINING) && takes_parameter(args, kwargs)) {
@@ -128,7 +128,7 @@ class KnownCalls {
             }
             return described(function, code, args, kwargs, false).release();
         } catch (const Missed &) {
-            return Py_NewRef(words->missed);
+            return Py_NewRef(names->missed);
         } catch (const Raised &) {
             throw py::error_already_set();
         }
@@ -139,7 +139,7 @@ class KnownCalls {
         Ref out = checked(PyObject_Call(function, args, kwargs));
         if (batch_ > 1 && PyTuple_GET_SIZE(args) && is_telling(function)) {
             PyObject *tensor = PyTuple_GET_ITEM(args, 0);
-            if (is_tensor(tensor) && entry(notes_of(tensor).get(), words->LAYOUT) != nullptr) {
+            if (is_tensor(tensor) && entry(notes_of(tensor).get(), names->LAYOUT) != nullptr) {
                 checked(PyObject_CallFunctionObjArgs(asked_.ptr(), tensor, out.get(), batch_object_.ptr(), nullptr));
             }
         }
@@ -152,24 +152,24 @@ class KnownCalls {
             if (is_tensor(PyTuple_GET_ITEM(args, i))) return false;
         }
         PyObject *tensor = PyTuple_GET_SIZE(args) ? PyTuple_GET_ITEM(args, 0) : Py_None;
-        if (Py_TYPE(tensor) != (PyTypeObject *)words->tensor) return false;
+        if (Py_TYPE(tensor) != (PyTypeObject *)names->tensor) return false;
         const Ref notes = notes_of(tensor);
-        if (entry(notes.get(), words->LAYOUT) != nullptr || !was_made(entry(notes.get(), words->MADE))) return false;
-        if (is(tensor, words->requires_grad) || is(tensor, words->is_nested)) return false;
-        if (asks(tensor, words->is_view)) {
-            const Ref base = attribute(tensor, words->base);
-            if (entry(notes_of(base.get()).get(), words->LAYOUT) != nullptr) return false;
+        if (entry(notes.get(), names->LAYOUT) != nullptr || !was_made(entry(notes.get(), names->MADE))) return false;
+        if (is(tensor, names->requires_grad) || is(tensor, names->is_nested)) return false;
+        if (asks(tensor, names->is_view)) {
+            const Ref base = attribute(tensor, names->base);
+            if (entry(notes_of(base.get()).get(), names->LAYOUT) != nullptr) return false;
         }
-        return is_nobodys(tensor) && number(called(tensor, words->numel).get()) > 1;  // (one number is noted)
+        return is_nobodys(tensor) && number(called(tensor, names->numel).get()) > 1;  // (one number is noted)
     }
 
     // The same constant in another shape was made as it was (`positions.note_made`).
     static PyObject *reshaped(PyObject *function, PyObject *args, PyObject *kwargs) {
-        PyObject *made = PyTuple_GET_ITEM(entry(notes_of(PyTuple_GET_ITEM(args, 0)).get(), words->MADE), 0);
-        const Ref now = attribute(words->moments, words->current);
-        const Ref note = checked(PyTuple_Pack(2, made, attribute(now.get(), words->number).get()));
+        PyObject *made = PyTuple_GET_ITEM(entry(notes_of(PyTuple_GET_ITEM(args, 0)).get(), names->MADE), 0);
+        const Ref now = attribute(names->moments, names->current);
+        const Ref note = checked(PyTuple_Pack(2, made, attribute(now.get(), names->number).get()));
         Ref out = checked(PyObject_Call(function, args, kwargs));
-        if (is_tensor(out.get())) put(notes_of(out.get()).get(), words->MADE, note.get());
+        if (is_tensor(out.get())) put(notes_of(out.get()).get(), names->MADE, note.get());
         return out.release();
     }
 
@@ -194,35 +194,35 @@ class KnownCalls {
     Ref capture_of(PyObject *function, std::int64_t code, PyObject *args, PyObject *kwargs) {
         const Py_ssize_t depth = PyList_GET_SIZE(stack_.ptr());
         if (depth == 0) throw Missed{};
-        if (checked(PyObject_CallOneArg(words->saving_hooks, Py_True)).get() != Py_None) throw Missed{};
+        if (checked(PyObject_CallOneArg(names->saving_hooks, Py_True)).get() != Py_None) throw Missed{};
         const Ref of_call = described(function, code, args, kwargs, true);
-        const bool cast = truth(checked(PyObject_CallNoArgs(words->any_autocast)).get());
-        const Ref casts = cast ? checked(PyObject_CallNoArgs(words->autocast)) : Ref::of(Py_None);
+        const bool cast = truth(checked(PyObject_CallNoArgs(names->any_autocast)).get());
+        const Ref casts = cast ? checked(PyObject_CallNoArgs(names->autocast)) : Ref::of(Py_None);
         return checked(PyTuple_Pack(3, PyList_GET_ITEM(stack_.ptr(), depth - 1), casts.get(), of_call.get()));
     }
 
     PyObject *combined(PyObject *forward_pass, PyObject *function, std::int64_t code, PyObject *args,
                        PyObject *kwargs) {
-        if (checked(PyObject_CallNoArgs(words->grad_enabled)).get() != Py_True) throw Missed{};
+        if (checked(PyObject_CallNoArgs(names->grad_enabled)).get() != Py_True) throw Missed{};
         const Ref capture = looked_up(captures_.ptr(), capture_of(function, code, args, kwargs));
         if (!capture) throw Missed{};
         PyObject *native = PyTuple_GET_ITEM(capture.get(), 5);
         Ref out = native != Py_None && takes_hooks(forward_pass)
                       ? native_call(NativeCall(capture.get(), native), forward_pass, args, kwargs)
-                      : checked(PyObject_CallFunctionObjArgs(words->repeat, capture.get(), forward_pass, args, kwargs,
+                      : checked(PyObject_CallFunctionObjArgs(names->repeat, capture.get(), forward_pass, args, kwargs,
                                                              nullptr));
-        const Ref layout = attribute(PyTuple_GET_ITEM(capture.get(), 0), words->layout_of_data);
-        tag(out.get(), layout.get(), attribute(words->moments, words->current).get());
+        const Ref layout = attribute(PyTuple_GET_ITEM(capture.get(), 0), names->layout_of_data);
+        tag(out.get(), layout.get(), attribute(names->moments, names->current).get());
         return out.release();
     }
 
     // Whether calls may go by autograd's own nodes: no tangents run through them, and nothing runs them again.
     static bool takes_hooks(PyObject *forward_pass) {
-        return is(forward_pass, words->by_nodes) && number(attribute(words->forward_ad, words->current_level).get()) < 0;
+        return is(forward_pass, names->by_nodes) && number(attribute(names->forward_ad, names->current_level).get()) < 0;
     }
 
     static bool is_telling(PyObject *function) {
-        const int found = PySet_Contains(words->telling, function);
+        const int found = PySet_Contains(names->telling, function);
         if (found < 0) throw Raised{};
         return found != 0;
     }
@@ -230,7 +230,7 @@ class KnownCalls {
     Ref described(PyObject *function, std::int64_t code, PyObject *args, PyObject *kwargs, bool combined) {
         const std::int64_t kind = code & KIND;
         const Py_ssize_t count = PyTuple_GET_SIZE(args);
-        if (batch_ <= 1 || entry(kwargs, words->out) != nullptr) throw Missed{};
+        if (batch_ <= 1 || entry(kwargs, names->out) != nullptr) throw Missed{};
         if (!combined) {
             if (kind == ASKS || kind == DEPENDS || (kind == WHERE && count == 1)) throw Missed{};
             for (Py_ssize_t i = 0; i < count; ++i) {
@@ -240,7 +240,7 @@ class KnownCalls {
         Signature found(batch_, tracked_.ptr(), code, combined);
         found.add(function);
         found.add(batch_object_.ptr());
-        found.add(checked(PyObject_CallNoArgs(words->grad_enabled)));
+        found.add(checked(PyObject_CallNoArgs(names->grad_enabled)));
         const bool by_index = code & INDEXING;
         if (by_index && count < 2) throw Missed{};
         for (Py_ssize_t i = 0; i < (by_index ? 1 : count); ++i) found.describe(PyTuple_GET_ITEM(args, i));
@@ -268,7 +268,7 @@ class KnownCalls {
     }
 
     static void note(PyObject *out, PyObject *layouts) {
-        const Ref moment = attribute(words->moments, words->current);
+        const Ref moment = attribute(names->moments, names->current);
         if (is_tensor(out)) {
             if (PyTuple_GET_SIZE(layouts) != 1) throw py::value_error("a known call gave another number of tensors");
             note_result(out, PyTuple_GET_ITEM(layouts, 0), moment.get());
@@ -296,11 +296,11 @@ PyObject *torch_function(PyObject *mode, PyObject *const *args, Py_ssize_t count
     try {
         if (count < 2) throw Missed{};
         const Ref notes = notes_of(mode);
-        PyObject *forward_pass = entry(notes.get(), words->forward_pass), *capsule = entry(notes.get(), words->known_calls);
+        PyObject *forward_pass = entry(notes.get(), names->forward_pass), *capsule = entry(notes.get(), names->known_calls);
         if (forward_pass == nullptr || capsule == nullptr) throw Missed{};
-        if (attribute(forward_pass, words->lowers).get() != Py_None) throw Missed{};
-        if (attribute(forward_pass, words->watcher).get() != Py_None) throw Missed{};
-        if (is(attribute(forward_pass, words->exposed).get(), words->anything)) throw Missed{};
+        if (attribute(forward_pass, names->lowers).get() != Py_None) throw Missed{};
+        if (attribute(forward_pass, names->watcher).get() != Py_None) throw Missed{};
+        if (is(attribute(forward_pass, names->exposed).get(), names->anything)) throw Missed{};
         const bool named = count > 3 && args[3] != Py_None;
         const Ref given = count > 2 ? Ref::of(args[2]) : checked(PyTuple_New(0));
         const Ref kwargs = named ? Ref::of(args[3]) : checked(PyDict_New());
@@ -308,13 +308,13 @@ PyObject *torch_function(PyObject *mode, PyObject *const *args, Py_ssize_t count
         auto *known = static_cast<KnownCalls *>(PyCapsule_GetPointer(capsule, nullptr));
         if (known == nullptr) throw Raised{};
         PyObject *out = known->call(forward_pass, args[0], given.get(), kwargs.get());
-        if (out != words->missed) return out;
+        if (out != names->missed) return out;
         Py_DECREF(out);
     } catch (const Missed &) {
     } catch (const Raised &) {
         return nullptr;
     }
-    const Ref others(PyObject_GetAttr((PyObject *)Py_TYPE(mode), words->torch_function));
+    const Ref others(PyObject_GetAttr((PyObject *)Py_TYPE(mode), names->torch_function));
     if (!others) return nullptr;
     std::vector<PyObject *> all{mode};
     all.insert(all.end(), args, args + count);

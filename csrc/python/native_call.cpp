@@ -4,9 +4,9 @@ namespace {
 
 // Count the uses of its parameters: `uses`, pairs of a parameter's id and the elements that are used.
 void count_uses(PyObject *forward_pass, PyObject *uses) {
-    if (!is(forward_pass, words->count)) return;
-    const Ref backward = attribute(forward_pass, words->backward);
-    const Ref uses_of = attribute(backward.get(), words->uses_of);
+    if (!is(forward_pass, names->count)) return;
+    const Ref backward = attribute(forward_pass, names->backward);
+    const Ref uses_of = attribute(backward.get(), names->uses_of);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(uses); ++i) {
         PyObject *use = PyList_GET_ITEM(uses, i), *id = PyTuple_GET_ITEM(use, 0);
         Ref spans = Ref::of(entry(uses_of.get(), id));
@@ -44,13 +44,13 @@ Ref called_with(PyObject *function, const std::vector<PyObject *> &given, PyObje
 class Unseen {
   public:
     Unseen() {
-        if (number(checked(PyObject_CallNoArgs(words->modes)).get()) == 0) return;
-        guard_ = checked(PyObject_CallNoArgs(words->disabled));
-        called(guard_.get(), words->enter);
+        if (number(checked(PyObject_CallNoArgs(names->modes)).get()) == 0) return;
+        guard_ = checked(PyObject_CallNoArgs(names->disabled));
+        called(guard_.get(), names->enter);
     }
     ~Unseen() {
         if (!guard_) return;
-        const Ref done(PyObject_CallMethodObjArgs(guard_.get(), words->exit, Py_None, Py_None, Py_None, nullptr));
+        const Ref done(PyObject_CallMethodObjArgs(guard_.get(), names->exit, Py_None, Py_None, Py_None, nullptr));
     }
     Unseen(const Unseen &) = delete;
 
@@ -61,19 +61,19 @@ class Unseen {
 // `Native.wait_for`: of the result, or of that whose view it is, autograd's node calls the context with the gradient.
 void wait_for(PyObject *context, PyObject *notes, PyObject *out, PyObject *x) {
     const Unseen unseen;
-    const Ref made = Ref::of(entry(notes, words->made));
+    const Ref made = Ref::of(entry(notes, names->made));
     const Py_ssize_t more = made ? PyTuple_GET_SIZE(made.get()) : 0;
     const Ref saved = checked(PyTuple_New(more + (x != nullptr)));
     if (x != nullptr) PyTuple_SET_ITEM(saved.get(), 0, Py_NewRef(x));
     for (Py_ssize_t i = 0; i < more; ++i) {
         PyTuple_SET_ITEM(saved.get(), i + (x != nullptr), Py_NewRef(PyTuple_GET_ITEM(made.get(), i)));
     }
-    put(notes, words->saved, saved.get());
-    put(notes, words->shape, attribute(out, words->shape).get());
-    put(notes, words->saved_version, x == nullptr ? words->zero : attribute(x, words->version).get());
-    const Ref whole = asks(out, words->is_view) ? attribute(out, words->base) : Ref::of(out);
-    const Ref node = attribute(whole.get(), words->grad_fn);
-    checked(PyObject_CallMethodOneArg(node.get(), words->register_prehook, context));
+    put(notes, names->saved, saved.get());
+    put(notes, names->shape, attribute(out, names->shape).get());
+    put(notes, names->saved_version, x == nullptr ? names->zero : attribute(x, names->version).get());
+    const Ref whole = asks(out, names->is_view) ? attribute(out, names->base) : Ref::of(out);
+    const Ref node = attribute(whole.get(), names->grad_fn);
+    checked(PyObject_CallMethodOneArg(node.get(), names->register_prehook, context));
 }
 
 }  // namespace
@@ -92,25 +92,25 @@ Ref native_call(const NativeCall &known, PyObject *forward_pass, PyObject *args,
     for (Py_ssize_t i = 0; i < count; ++i) {
         const std::int64_t place = number(PyTuple_GET_ITEM(known.operands, i));
         PyObject *operand = place < 0 ? Py_None : given[(std::size_t)place];
-        Ref value = operand == Py_None ? Ref::of(Py_None) : called(operand, words->detach);
+        Ref value = operand == Py_None ? Ref::of(Py_None) : called(operand, names->detach);
         PyTuple_SET_ITEM(operands.get(), i, Py_NewRef(operand));
         if (place >= 0) given[(std::size_t)place] = value.get();
         PyList_SET_ITEM(values.get(), i, value.release());
     }
     const std::int64_t place = number(PyTuple_GET_ITEM(known.data, 0));
     Ref x = Ref::of(given[(std::size_t)place]);
-    if (!known.as_it_is) x = checked(PyObject_CallMethodOneArg(known.call, words->as_computed, x.get()));
+    if (!known.as_it_is) x = checked(PyObject_CallMethodOneArg(known.call, names->as_computed, x.get()));
     given[(std::size_t)place] = x.get();
 
-    PyTypeObject *type = (PyTypeObject *)words->native;
+    PyTypeObject *type = (PyTypeObject *)names->native;
     const Ref context = checked(type->tp_alloc(type, 0));
     const Ref notes = notes_of(context.get());
-    put(notes.get(), words->forward_pass, forward_pass);
-    put(notes.get(), words->call, known.call);
-    put(notes.get(), words->operands, operands.get());
-    put(notes.get(), words->values, values.get());
-    put(notes.get(), words->learned, known.learned);
-    const Ref out = known.own ? checked(PyObject_CallMethodObjArgs(known.call, words->run_native, context.get(),
+    put(notes.get(), names->forward_pass, forward_pass);
+    put(notes.get(), names->call, known.call);
+    put(notes.get(), names->operands, operands.get());
+    put(notes.get(), names->values, values.get());
+    put(notes.get(), names->learned, known.learned);
+    const Ref out = known.own ? checked(PyObject_CallMethodObjArgs(known.call, names->run_native, context.get(),
                                                                    x.get(), nullptr))
                               : called_with(known.function, given, args, kwargs);
     wait_for(context.get(), notes.get(), out.get(), known.saves ? x.get() : nullptr);

@@ -4,7 +4,7 @@
 // of such a call beside its signature.
 #pragma once
 
-#include "words.h"
+#include "python_names.h"
 
 #include <vector>
 

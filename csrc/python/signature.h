@@ -1,7 +1,7 @@
 // What a call is known by: fastdp/engine/call_cache.py, which says the same in Python.
 #pragma once
 
-#include "words.h"
+#include "python_names.h"
 
 #include <vector>
 
@@ -46,7 +46,7 @@ class Signature {
             PyObject *item = several ? PyTuple_GET_ITEM(index, i) : index;
             add((PyObject *)Py_TYPE(item));
             if (PySlice_Check(item)) {
-                for (PyObject *name : {words->start, words->stop, words->step}) {
+                for (PyObject *name : {names->start, names->stop, names->step}) {
                     Ref bound = attribute(item, name);
                     if (bound.get() != Py_None && !PyLong_CheckExact(bound.get())) throw Missed{};
                     add(std::move(bound));
@@ -86,14 +86,14 @@ class Signature {
   private:
     void describe_tensor(PyObject *value) {
         PyTypeObject *type = Py_TYPE(value);
-        if (type != (PyTypeObject *)words->tensor && type != (PyTypeObject *)words->parameter) throw Missed{};
+        if (type != (PyTypeObject *)names->tensor && type != (PyTypeObject *)names->parameter) throw Missed{};
         const Ref held_notes = notes_of(value);
         PyObject *notes = held_notes.get();
-        const Ref needs_grad = attribute(value, words->requires_grad);
-        if (is(value, words->is_nested)) throw Missed{};
+        const Ref needs_grad = attribute(value, names->requires_grad);
+        if (is(value, names->is_nested)) throw Missed{};
         if (needs_grad.get() == Py_True) {
             Ref id = checked(PyLong_FromVoidPtr(value));
-            PyObject *link = entry(notes, words->LINK);
+            PyObject *link = entry(notes, names->LINK);
             if (link != nullptr && link != Py_None) throw Missed{};
             if (entry(tracked_, id.get()) != nullptr) {
                 if (!combined_) throw Missed{};
@@ -101,59 +101,59 @@ class Signature {
                 return;
             }
         }
-        if (gathering_ && entry(notes, words->GATHERED) != nullptr) throw Missed{};
-        if (followed_ && entry(notes, words->PARTS) != nullptr) throw Missed{};
-        const bool view = asks(value, words->is_view);
-        const Ref base = view ? attribute(value, words->base) : Ref();
+        if (gathering_ && entry(notes, names->GATHERED) != nullptr) throw Missed{};
+        if (followed_ && entry(notes, names->PARTS) != nullptr) throw Missed{};
+        const bool view = asks(value, names->is_view);
+        const Ref base = view ? attribute(value, names->base) : Ref();
         const Ref base_notes = view ? notes_of(base.get()) : Ref();
-        if (gathering_ && view && entry(base_notes.get(), words->GATHERED) != nullptr) throw Missed{};
+        if (gathering_ && view && entry(base_notes.get(), names->GATHERED) != nullptr) throw Missed{};
         PyObject *layout = layout_of(notes, base_notes.get());
         check_memory(value, notes, base_notes.get(), layout);
         if (combined_ && layout == nullptr) {
-            if (type != (PyTypeObject *)words->parameter || needs_grad.get() == Py_True) throw Missed{};
+            if (type != (PyTypeObject *)names->parameter || needs_grad.get() == Py_True) throw Missed{};
             describe_parameter(value, notes, checked(PyLong_FromVoidPtr(value)));  // frozen
             return;
         }
-        Ref shape = attribute(value, words->shape);
+        Ref shape = attribute(value, names->shape);
         if (layout == nullptr) {
             describe_constant(value, notes, needs_grad.get() == Py_True, shape.get());
         } else {
             describe_data(value, layout, PyTuple_GET_SIZE(shape.get()));
         }
         add(std::move(shape));
-        add(attribute(value, words->dtype));
+        add(attribute(value, names->dtype));
         add(needs_grad.get());
         add(layout == nullptr ? Py_None : layout);
     }
 
     void describe_parameter(PyObject *value, PyObject *notes, Ref &&id) {
-        if (entry(notes, words->LAYOUT) != nullptr || entry(notes, words->MADE) != nullptr) throw Missed{};
-        const bool filled = number(attribute(words->holding, words->turn).get()) > 0;  // memory of some constants
+        if (entry(notes, names->LAYOUT) != nullptr || entry(notes, names->MADE) != nullptr) throw Missed{};
+        const bool filled = number(attribute(names->holding, names->turn).get()) > 0;  // memory of some constants
         if (filled && !is_nobodys(value)) throw Missed{};
         add(std::move(id));
-        for (PyObject *name : {words->requires_grad, words->shape, words->dtype, words->device}) {
+        for (PyObject *name : {names->requires_grad, names->shape, names->dtype, names->device}) {
             add(attribute(value, name));
         }
-        add(called(value, words->is_contiguous));
+        add(called(value, names->is_contiguous));
     }
 
     // `tag_of`: borrowed, nullptr of a constant.
     PyObject *layout_of(PyObject *notes, PyObject *base_notes) {
-        PyObject *layout = entry(notes, words->LAYOUT);
+        PyObject *layout = entry(notes, names->LAYOUT);
         if (layout != nullptr) {
-            const Ref now = attribute(words->moments, words->current);
-            if (!is_layout(layout) || entry(notes, words->MOMENT) != now.get()) throw Missed{};
-            if (number(field(layout, words->batch)) != batch_) throw Missed{};
-            if (!is_empty(field(layout, words->mixed))) throw Missed{};
+            const Ref now = attribute(names->moments, names->current);
+            if (!is_layout(layout) || entry(notes, names->MOMENT) != now.get()) throw Missed{};
+            if (number(field(layout, names->batch)) != batch_) throw Missed{};
+            if (!is_empty(field(layout, names->mixed))) throw Missed{};
         }
         if (base_notes == nullptr) return layout;
-        PyObject *of_base = entry(base_notes, words->LAYOUT);
+        PyObject *of_base = entry(base_notes, names->LAYOUT);
         if (layout == nullptr) {
             if (of_base != nullptr) throw Missed{};
             return nullptr;
         }
-        if (entry(base_notes, words->RELAID) != nullptr) throw Missed{};
-        if (of_base != nullptr && (!is_layout(of_base) || !is_empty(field(of_base, words->mixed)))) throw Missed{};
+        if (entry(base_notes, names->RELAID) != nullptr) throw Missed{};
+        if (of_base != nullptr && (!is_layout(of_base) || !is_empty(field(of_base, names->mixed)))) throw Missed{};
         return layout;
     }
 
@@ -165,16 +165,16 @@ class Signature {
         }
         const Ref storage = storage_of(value);
         if (!storage) throw Missed{};
-        PyObject *held = entry(notes_of(storage.get()).get(), words->HELD);
+        PyObject *held = entry(notes_of(storage.get()).get(), names->HELD);
         if (held == Py_None) held = nullptr;
-        if (held == entry(notes, words->HELD)) return;
-        if (base_notes == nullptr || held != entry(base_notes, words->HELD)) throw Missed{};
+        if (held == entry(notes, names->HELD)) return;
+        if (base_notes == nullptr || held != entry(base_notes, names->HELD)) throw Missed{};
     }
 
     void describe_constant(PyObject *value, PyObject *notes, bool needs_grad, PyObject *shape) {
-        if (needs_grad && !is(value, words->is_leaf)) throw Missed{};  // of unseen origin, perhaps
-        if (entry(notes, words->NUMBER) != nullptr || entry(notes, words->NUMBER_OF) != nullptr) throw Missed{};
-        const bool made = was_made(entry(notes, words->MADE));
+        if (needs_grad && !is(value, names->is_leaf)) throw Missed{};  // of unseen origin, perhaps
+        if (entry(notes, names->NUMBER) != nullptr || entry(notes, names->NUMBER_OF) != nullptr) throw Missed{};
+        const bool made = was_made(entry(notes, names->MADE));
         if (made) made_.emplace_back();
         const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
         for (Py_ssize_t i = 0; i < dims; ++i) {
@@ -187,16 +187,16 @@ class Signature {
     }
 
     void describe_data(PyObject *value, PyObject *layout, std::int64_t dims) {
-        const std::int64_t outer = number(field(layout, words->outer)), inner = number(field(layout, words->inner));
-        data_.push_back({number(field(layout, words->dim)) - dims, outer * batch_ * inner});
-        if (field(layout, words->owner) != Py_None || field(layout, words->piece) != Py_None) throw Missed{};
+        const std::int64_t outer = number(field(layout, names->outer)), inner = number(field(layout, names->inner));
+        data_.push_back({number(field(layout, names->dim)) - dims, outer * batch_ * inner});
+        if (field(layout, names->owner) != Py_None || field(layout, names->piece) != Py_None) throw Missed{};
         if (combined_) {
-            if (field(layout, words->order) != Py_None || number(field(layout, words->alone)) >= 0) throw Missed{};
-            add(attribute(value, words->device));
-            add(called(value, words->is_contiguous));
+            if (field(layout, names->order) != Py_None || number(field(layout, names->alone)) >= 0) throw Missed{};
+            add(attribute(value, names->device));
+            add(called(value, names->is_contiguous));
         }
         if (!checked_) return;
-        if (!asks(value, words->floating) && (truth(field(layout, words->is_row_index)) || !view_)) throw Missed{};
+        if (!asks(value, names->floating) && (truth(field(layout, names->is_row_index)) || !view_)) throw Missed{};
     }
 
     const std::int64_t batch_;

@@ -32,8 +32,12 @@ from fastdp.audit.finding import not_tested
 from fastdp.audit.measure import Probe
 from fastdp.audit.minibatch import minibatch_clipping
 from fastdp.audit.noise import uncalibrated_noise
-from fastdp.audit.paper import paper_minibatch_clipping, paper_no_clipping
-from fastdp.audit.paper_noise import paper_noise_distribution, paper_uncalibrated_noise
+from fastdp.audit.paper import (
+    paper_minibatch_clipping,
+    paper_no_clipping,
+    paper_noise_distribution,
+    paper_uncalibrated_noise,
+)
 from fastdp.utils.progress_bar import Bar
 
 __all__ = ["CURVES", "DOC", "RUNS", "as_expected", "expected", "main", "report"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import AccountingError
 
@@ -192,69 +191,6 @@ def steps_per_epoch(sample_rate: float) -> int:
     inverse = 1 / sample_rate
     nearest = round(inverse)
     return nearest if abs(inverse - nearest) < 1e-9 * inverse else math.ceil(inverse)
-
-
-class Setting(NamedTuple):
-    """A training run as papers state it.
-
-    It has Poisson sampling at rate batch / records, and epochs x records / batch steps, rounded down.
-    """
-
-    name: str
-    noise_multiplier: float
-    batch: float
-    records: int
-    epochs: float
-    delta: float
-
-    @property
-    def steps(self) -> int:
-        """The number of steps."""
-        return int(self.epochs * self.records / self.batch + 1e-9)
-
-
-class Spent(NamedTuple):
-    """The epsilon of a setting by each accountant.
-
-    `gdp_uniform` is GDP for batches of a fixed size drawn without replacement, which has another neighbouring relation:
-    one record is replaced.
-    """
-
-    setting: Setting
-    gdp: float
-    rdp: float
-    prv: float
-    gdp_uniform: float
-
-
-# (epsilon, delta) that Bu et al. (TMLR 2023) state, by GDP, to two decimals; Poisson sampling reproduces both.
-PAPERS = (
-    (Setting("MNIST CNN", 1.1, 256, 60_000, 60, 1e-5), 2.32),
-    (Setting("CIFAR-10 CNN", 1.3, 250, 50_000, 60, 1e-5), 1.96),
-)
-
-
-def table(settings: Iterable[Setting]) -> list[Spent]:
-    """Compute what each setting spends, by all accountants.
-
-    GDP is the approximation by the central limit theorem, which can be below the truth. PRV is exact to 0.01, and RDP
-    is an upper bound. Raises AccountingError if a setting has no step, and as `epsilon_of` does.
-    """
-    from opacus.accountants.analysis import gdp
-
-    found = []
-    for setting in settings:
-        if setting.steps < 1 or not 0 < setting.batch <= setting.records:
-            raise AccountingError(f"no step in {setting}: batch, records and epochs must be positive, batch <= records")
-        rate, sigma = setting.batch / setting.records, setting.noise_multiplier
-        runs: History = [(sigma, rate, setting.steps)]
-        spent = {name: epsilon_by(runs, setting.delta, name) for name in ACCOUNTANTS}
-        uniform = math.inf
-        if sigma > 0:
-            mu = float(gdp.compute_mu_uniform(steps=setting.steps, noise_multiplier=sigma, sample_rate=rate))
-            uniform = _epsilon_of_mu(mu, setting.delta)
-        found.append(Spent(setting, spent["gdp"], spent["rdp"], spent["prv"], uniform))
-    return found
 
 
 def noise_multiplier_for(

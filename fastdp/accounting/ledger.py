@@ -6,7 +6,7 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,16 +30,6 @@ from .runs import (
 from .used_draws import Place, UsedDraws
 
 
-class File(Protocol):
-    """Where steps are written ahead; see `ledger_file`."""
-
-    runs: Runs
-
-    def add(self, run: Run) -> None: ...
-
-    def close(self) -> object: ...
-
-
 class Ledger:
     """Every noised step: runs of (noise multiplier, sample rate, steps)."""
 
@@ -52,7 +42,7 @@ class Ledger:
         self._lost: Runs = []  # steps that were made, and are in no history that was loaded since
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._beside: weakref.WeakSet[_Place] = weakref.WeakSet()  # of those that others may have trained
-        self._file: File | None = None
+        self._file: Any = None  # of `ledger_file`
         self.written: Runs = []  # what the file held when it was opened
         self.draws = UsedDraws()  # of loaders, that steps of the history were made on
         self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
@@ -73,7 +63,7 @@ class Ledger:
         self._runs = unsaid(history)
         self._note()
 
-    def write_to(self, file: File) -> None:
+    def write_to(self, file: Any) -> None:
         """Steps are written to this file ahead, and what it holds is counted."""
         self._file = file
         self.count(file.runs)

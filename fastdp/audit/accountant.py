@@ -9,7 +9,7 @@ import numpy as np
 
 from .finding import Finding, Result, audit_test
 from .measure import Probe
-from .noise import settings
+from .noise_record import settings
 from .statistics import distances
 from .trainable import AuditError, Batch, optional, pick
 

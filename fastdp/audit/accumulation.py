@@ -9,7 +9,7 @@ from scipy import stats
 
 from .finding import Finding, Result, audit_test
 from .measure import Probe
-from .noise import settings
+from .noise_record import settings
 from .statistics import two_tails
 from .trainable import check_outcome, optional, pick
 

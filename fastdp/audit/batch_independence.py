@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from .finding import Finding, Result, audit_test
+from .later_steps import APART, walked
 from .measure import Probe
 from .reference_samples import ordinary_norm, weak
-from .step_contributions import APART, walked
 from .trainable import Array, Batch, is_floats, pick, rows
-from .update import update
 
 TOLERANCE = {"sgd": 0.01, "adam": 0.1}  # relative; of Adam, whose step is only nearly linear
 LATER = 0.03  # relative, of a second step: the first has moved the weights a little
@@ -26,8 +25,8 @@ def per_sample_independence(probe: Probe) -> Finding:
 
     C is below the norms of all gradients, among them, and above them. The batches have ordinary samples, samples with
     huge, small and no gradients, and 131 samples. Then come two steps (SGD): the effect of another sample in the second
-    must be its effect in the first, whatever sample the first had. Then every one of 48 steps, some of them on no
-    sample, is compared with what its samples contribute alone.
+    must be its effect in the first, whatever sample the first had. Then (SGD, with `trajectory`) every one of 48 steps,
+    some of them on no sample, is compared with what its samples contribute alone.
 
     statistic: the norm of the difference over the largest contribution of a sample.
     """
@@ -53,15 +52,15 @@ def per_sample_independence(probe: Probe) -> Finding:
                     "earlier batches without noise, and for sums or norms that are kept from step to step."
                 )
                 return result.bug(text, difference, None, LATER)
-    steps, limit = walked(probe), APART[probe.optimizer]
-    many = [step for step in steps if step.apart > limit]
+    steps = walked(probe)
+    many = [step for step in steps if step.apart > APART]
     if many:
         odd = max(many, key=lambda step: step.apart)
         return result.bug(
             f"Step {odd.number} of a run ({odd.what}) is {odd.apart:.3g} C away from what its samples contribute alone "
             f"({len(many)} of {len(steps)} steps are). Look for sums of earlier steps that are added again, on an "
             "empty batch perhaps, and for factors, norms or thresholds that are kept or changed from step to step.",
-            odd.apart, None, limit,
+            odd.apart, None, APART,
         )  # fmt: skip
     text = f"A batch is the sum of its samples, to {max(worst, 0):.1e} of one's contribution, in {len(found)} batches."
     return result.passed(text, worst, None, bound)
@@ -124,7 +123,7 @@ def _second_steps(probe: Probe, pool: dict[str, Batch], norm: float) -> Iterator
     def made(before: list[Batch]) -> Array:
         return probe.change([*before, pool["0"]], norm) - probe.change([*before, pool["1"]], norm)
 
-    alone = made([]) * update(probe).later
+    alone = made([])
     size = float(np.linalg.norm(alone))
     if not np.isfinite(size) or size <= 100 * probe.resolution:
         return

@@ -14,7 +14,8 @@ from scipy import optimize, stats
 
 from .finding import Finding, Result, audit_test
 from .measure import Probe
-from .noise import FRESH, deviation
+from .noise_record import FRESH
+from .statistics import deviation
 from .trainable import Array, Lacking, batch_of, pick
 
 
@@ -82,8 +83,8 @@ def epsilon_bound(
     sigma, base, pool = gaussian_sigma(epsilon, delta), probe.data(4, 97), probe.data(canaries, 101)
     norm = probe.usual_norm * (1.5 if probe.regime.kind == "switched" else 1.0)
     if probe.regime.kind == "flat":  # not clipped: a norm that ordinary samples exceed
-        some = [float(np.linalg.norm(probe.summed(pick(pool, [k]), norm))) for k in range(5)]
-        norm = float(np.median(some)) / probe.gain / 20
+        some = [probe.contribution(pick(pool, [k]), norm) for k in range(5)]
+        norm = float(np.median(some)) / probe.rate / 20
     single = np.stack([probe.summed(pick(pool, [k]), norm) for k in range(canaries)])  # [m, P]
     sizes = np.linalg.norm(single, axis=1)
     if not np.isfinite(sizes).all() or sizes.max() <= 10 * probe.resolution:

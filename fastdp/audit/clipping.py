@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from .finding import Finding, Result, audit_test
+from .later_steps import gain
 from .measure import NORMS, Probe
 from .statistics import slope
-from .trainable import Lacking
-from .update import gain
 
 FLAT = 0.01  # of the largest change, left at the smallest C: below, the step went to zero with C
 
@@ -46,19 +44,15 @@ def no_clipping(probe: Probe, *, norms: Sequence[float] | None = None, significa
             "look at whether the clipped gradient is what the optimizer is handed, and where C is read.",
             left, line.p_value, FLAT,
         )  # fmt: skip
-    sizes = [size for _, size, _ in ordinary]
     return result.passed(
-        f"The step follows the clipping norm and {_saturation(probe, sizes)}.", left, line.p_value, FLAT
+        f"The step follows the clipping norm and {_saturation(probe, ordinary)}.", left, line.p_value, FLAT
     )
 
 
-def _saturation(probe: Probe, sizes: Sequence[float]) -> str:
-    if len(sizes) > 1 and abs(sizes[-2] / sizes[-1] - 1) > 0.5:
+def _saturation(probe: Probe, ordinary: Sequence[tuple[float, float, float]]) -> str:
+    (_, before, _), (_, last, _) = ordinary[-2:]
+    if abs(before / last - 1) > 0.5:
         return "keeps growing with it, as with normalised (automatic) clipping"
-    try:
-        norm = sizes[-1] / gain(probe) if probe.optimizer == "sgd" else math.nan
-    except Lacking:
-        norm = math.nan
-    if math.isnan(norm):
+    if probe.optimizer != "sgd" or probe.learning_rate is None:
         return "stops growing at large C"
-    return f"stops growing where C reaches the gradient's norm, {norm:.3g} for an ordinary sample"
+    return f"stops growing where C reaches the gradient's norm, {last / gain(probe):.3g} for an ordinary sample"

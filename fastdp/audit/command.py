@@ -8,7 +8,6 @@ import inspect
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,13 @@ def _audited(options: Namespace) -> Report | None:
     if isinstance(trainable, OverRanks) and not trainable.is_first:
         trainable.serve()
         return None
+    bar = Bar(1.0)
     try:
-        report = audit(trainable, tests if options.tests else None, skip=skip, seed=options.seed, steps_done=_bar(),
+        report = audit(trainable, tests if options.tests else None, skip=skip, seed=options.seed,
+                       progress=lambda name, number, of: bar.at(number / of, name),
                        statistics=options.statistics)  # fmt: skip
     finally:
+        bar.clear()
         if isinstance(trainable, OverRanks):
             trainable.end()
     report.subject = options.step
@@ -95,19 +97,6 @@ def _tests(text: str | None, known: list[str]) -> list[str]:
     return names
 
 
-def _bar() -> Callable[[float, float, str], None]:
-    """Of the training steps; gone once they are done."""
-    bar = Bar(1.0)
-
-    def told(done: float, total: float, name: str) -> None:
-        if done < total:
-            bar.at(done / total, name)
-        else:
-            bar.clear()
-
-    return told
-
-
 def load(where: str) -> Any:
     """The Trainable that FILE.py:NAME or module:NAME names: called, where it is a function or a class.
 
@@ -116,7 +105,14 @@ def load(where: str) -> Any:
     place, _, name = where.rpartition(":")
     if not place or not name:
         raise AuditError(f"{where!r} names no step: write FILE.py:NAME, for instance my_script.py:make_step")
-    module = _module(place)
+    path = Path(place).resolve()
+    if place.endswith(".py") and not path.is_file():
+        raise AuditError(f"there is no file {place}")
+    sys.path.insert(0, str(path.parent if place.endswith(".py") else Path.cwd()))
+    try:
+        module = _executed(path) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as problem:
+        raise AuditError(f"{place} cannot be imported: {type(problem).__name__}: {str(problem)[:300]}") from problem
     found = getattr(module, name, None)
     if found is None:
         there = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -135,23 +131,10 @@ def load(where: str) -> Any:
     return found
 
 
-def _module(place: str) -> Any:
-    """A file as a module, with its folder on the path; or a module by name."""
-    try:
-        if not place.endswith(".py"):
-            sys.path.insert(0, str(Path.cwd()))
-            return importlib.import_module(place)
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise AuditError(f"there is no file {place}")
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # dataclasses and pickling look there
-        spec.loader.exec_module(module)
-        return module
-    except AuditError:
-        raise
-    except (Exception, SystemExit) as problem:
-        raise AuditError(f"{place} cannot be imported: {type(problem).__name__}: {str(problem)[:300]}") from problem
+def _executed(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look there
+    spec.loader.exec_module(module)
+    return module

@@ -2,159 +2,202 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from .finding import Finding, Result, audit_test
+from .later_steps import gain
 from .measure import Probe
-from .noise import deviation, draws, settings
-from .noise_settings import wrong_size
-from .noise_trajectory import Trajectory, noise_trajectory
-from .normality import LEVEL, Doubt, groups, shape, worst
-from .statistics import kolmogorov, scale_interval
-from .trainable import Array, Lacking
-from .update import gain
+from .noise_record import Record, draws, recorded, settings
+from .normality import LEVEL, groups, shape, worst
+from .reference_samples import ordinary_norm, taken_or_not, weak
+from .statistics import deviation, scale_interval
+from .trainable import Array, Batch, Lacking, count, pick
 
 MOST = 20_000  # values that a test of the distribution looks at
+DRAWS, FEWER = 1400, 500  # of each setting of C and sigma; of each size of batch: standard errors of 1.9 and 3.2 %
+MARGIN = 0.01
+SHARES = ((0.073, 0.349), (0.73, 1.19))  # C over the audit's own norm; sigma: no round number
+ABOVE = ((0.87, 4.49), (13.0, 0.0149), (1300.0, 1.19))  # C over an ordinary gradient's norm; sigma
+SIZES = (0, 2, 4, 5, 12, 16, 31, 64, 151)  # samples; 1, 3 and 8 elsewhere
 
 
 @audit_test
 def noise_distribution(probe: Probe, *, seeds: int = 4, significance: float = 1e-3) -> Finding:
     """Tests that the noise on every coordinate is normal and has the standard deviation learning_rate * C * sigma / B.
 
-    The size must hold whatever C, sigma and the gradients are. The test examines the distribution function, moments,
-    tails and single values in 130,000 draws of many steps (fewer for a small model), and looks for coarse values, as of
-    a generator of 16 bits.
+    The size must hold whatever C, sigma, the gradients and the size of the batch are. The test examines the
+    distribution function, moments and tails in 130,000 draws of many steps (fewer for a small model), and looks for
+    coarse values, as of a generator of 16 bits.
 
-    statistic: the measured standard deviation over the expected one; p_value: of normality (Kolmogorov and Smirnov).
+    statistic: the measured standard deviation over the expected one; p_value: of normality, the least of all.
     """
     norm, sigma = settings(probe)
     batch = [probe.data(8, 67)]
-    sigma = _visible(probe, norm, sigma)
+    if probe.optimizer == "sgd":  # louder where the parameters' rounding would blur the noise
+        seen = deviation(draws(probe, norm, sigma, probe.repeats(1, 100), batch, 2901))
+        sigma *= max(1.0, deviation(probe.start) / seen) if seen > 0 else 1.0
     noise = draws(probe, norm, sigma, probe.repeats(seeds, 1000), batch, 3001)
     result = Result("the noise is N(0, s^2), independent of coordinate and seed", norm=norm, sigma=sigma,
                     std=deviation(noise), sample=noise.ravel()[:2000].tolist())  # fmt: skip
-    questions = _few_steps(probe, result, noise, significance), _many_steps(probe, result, noise, significance)
-    return next(finding for asked in questions for finding in asked)
+    found = _few_steps(probe, result, noise, significance)
+    return found if found is not None else _many_steps(probe, result, noise)
 
 
-def _few_steps(probe: Probe, result: Result, noise: Array, significance: float) -> Iterator[Finding]:
+def _few_steps(probe: Probe, result: Result, noise: Array, significance: float) -> Finding | None:
     """Bugs that the noise [seeds, P] of single steps shows: none, none on some parameters, another size on some."""
     std, sigma = result.data["std"], result.data["sigma"]
     least = 2 * probe.precision * np.abs(probe.start) + 1e-300
     silent = np.asarray((np.abs(noise) <= least).all(0) & (least < 0.05 * std + 1e-300))
     if not np.any(np.abs(noise) > least):
-        yield result.bug(f"At sigma = {sigma:.3g} no parameter gets any noise: is noise_multiplier handed on?", 0.0)
-    if silent.mean() > 0.5 / max(noise.shape[1], 50) and silent.sum() >= max(1, 1e-3 * noise.shape[1]):
-        names = [name for name, where in _blocks(probe) if silent[where].all() and silent[where].size]
-        where = f" ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})" if names else ""
-        result.data["silent"] = int(silent.sum())
-        yield result.bug(
-            f"{int(silent.sum())} of {silent.size} trained parameters get no noise{where}. Whatever the data did to "
+        return result.bug(f"At sigma = {sigma:.3g} no parameter gets any noise: is noise_multiplier handed on?", 0.0)
+    blocks = _blocks(probe)
+    if silent.mean() > 0.5 / max(silent.size, 50) and silent.sum() >= max(1, 1e-3 * silent.size):
+        names = [name for name, where in blocks if silent[where].all() and silent[where].size]
+        which = f" ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})" if names else ""
+        return result.bug(
+            f"{int(silent.sum())} of {silent.size} trained parameters get no noise{which}. Whatever the data did to "
             "them is released as it is; and if nothing did, they are not trained though they are listed.",
             float(silent.mean()), None, 0.0,
         )  # fmt: skip
-    blocks = [(name, noise[:, where]) for name, where in _blocks(probe)]
-    for name, part in blocks:
-        low, high = scale_interval(part, 1 - significance / len(blocks)) if part.size else (std, std)
+    for name, where in blocks:
+        low, high = scale_interval(noise[:, where], 1 - significance / len(blocks))
         if low > 1.05 * std or high < 0.95 * std:
-            yield result.bug(
+            return result.bug(
                 f"The noise is not alike on all parameters: on {name} its standard deviation is "
-                f"{deviation(part) / std:.3g} times that of all. It must be sigma * C on every coordinate of the sum."
+                f"{deviation(noise[:, where]) / std:.3g} times that of all. It must be sigma * C on every coordinate "
+                "of the sum."
             )
-    yield from _off(probe, result, noise, 8, 1 - significance, 0.02 if probe.optimizer == "sgd" else 0.05)
+    margin = 0.02 if probe.optimizer == "sgd" else 0.05
+    return _off(probe, result, noise, sigma * result.data["norm"] / probe.divisor(8), 1 - significance, margin)
 
 
-def _many_steps(probe: Probe, result: Result, noise: Array, significance: float) -> Iterator[Finding]:
-    """Bugs that hundreds of steps show, and at last that there are none."""
-    path = noise_trajectory(probe)
-    result.data |= {"draws": path.noise.size, "read": path.way}
-    if path.std <= 10 * probe.resolution / math.sqrt(path.noise.shape[1]):
-        yield result.bug("In later steps there is no noise.", 0.0)
+def _many_steps(probe: Probe, result: Result, noise: Array) -> Finding:
+    """Bugs that hundreds of steps show, or that there are none."""
+    record = recorded(probe)
+    std = deviation(record.noise)
+    result.data |= {"draws": record.noise.size, "in_turn": record.in_turn}
+    if std <= 10 * probe.resolution / math.sqrt(record.noise.shape[1]):
+        return result.bug("In later steps there is no noise.", 0.0)
     if probe.optimizer == "sgd":
-        yield from _off(probe, result, path.noise, 1, 1 - LEVEL, 0.005, path)
-    ratio, std = result.data.get("ratio"), result.data["std"]
-    z = path.noise / path.std
+        off = _off(probe, result, record.noise, record.norm * record.sigma / probe.divisor(1), 1 - LEVEL, 0.005)
+        if off is not None:
+            return off
+    ratio, z = result.data.get("ratio"), record.noise / std
     odd = worst(groups(z, _blocks(probe)))
     if odd.p_value < LEVEL:
-        yield result.bug(
+        return result.bug(
             f"The noise is not alike on all parameters: {odd.what} (p = {odd.p_value:.1e}). It must be "
             "sigma * C, independently, on every coordinate of the sum.", ratio, odd.p_value, LEVEL,
         )  # fmt: skip
-    if wrong := wrong_size(probe):
-        yield result.bug(
+    if wrong := wrong_size(probe, record):
+        return result.bug(
             f"The noise is not sigma * C everywhere: {wrong}. Look for a sigma that is rounded or bounded, and for "
             "noise that follows the samples' gradients instead of C.", ratio,
         )  # fmt: skip
     bent = probe.optimizer == "adam" and ratio is None  # how much Adam's step bends with the noise is not known
-    z = noise / std if bent or probe.precision > 1e-4 else z
-    p_value = kolmogorov(np.random.default_rng(0).permutation(z.ravel())[:MOST] if bent else z.ravel())
-    rounding = 2 * probe.precision * float(np.abs(probe.start).max()) / path.std
-    odd = Doubt(p_value, "its distribution function") if bent else worst(shape(z, rounding))
-    if odd.p_value < (significance if bent else LEVEL):
-        yield result.bug(
+    fine = z if probe.precision < 1e-4 and not bent else noise / result.data["std"]
+    odd = worst(shape(np.random.default_rng(0).permutation(fine.ravel())[: MOST if bent else None]))
+    if odd.p_value < LEVEL:
+        return result.bug(
             f"The noise is not normal (p = {odd.p_value:.1e}): {odd.what}. Which distribution, and which generator, "
             "does it come from?", ratio, odd.p_value, LEVEL,
         )  # fmt: skip
-    coarse = _coarse(probe, noise, std)
+    coarse = _coarse(probe, noise, result.data["std"])
     if coarse > 0.1:
-        yield result.bug(
+        return result.bug(
             f"{100 * coarse:.0f} % of the noise's values coincide with another to a millionth of its size: it is drawn "
             "in 16 bits. Its tails end early, and low-order digits of the sum are not hidden. Draw it in float32.",
-            coarse, p_value, 0.1,
+            coarse, odd.p_value, 0.1,
         )  # fmt: skip
     size = f", {ratio:.3f} of what C, sigma and the batch size give" if ratio is not None else ""
-    text = f"Every parameter gets noise, alike and normal (p = {p_value:.2g}){size}."
-    yield result.passed(text, ratio, p_value, significance)
+    text = f"Every parameter gets noise, alike and normal (p = {odd.p_value:.2g}){size}."
+    return result.passed(text, ratio, odd.p_value, LEVEL)
 
 
-def _off(probe: Probe, result: Result, noise: Array, size: int, confidence: float, margin: float,
-         path: Trajectory | None = None) -> Iterator[Finding]:  # fmt: skip
-    """A bug where the noise of batches of this size is not what C, sigma and the learning rate give.
-
-    path: whose C and sigma these are; None: the test's own.
-    """
-    if getattr(probe.trainable, "learning_rate", None) is None:
-        return
-    norm, sigma = (result.data["norm"], result.data["sigma"]) if path is None else (path.norm, path.sigma)
-    expected = gain(probe) * norm * sigma / probe.divisor(size)
-    result.data |= {"ratio": deviation(noise) / expected, **({"expected": expected} if path is None else {})}
+def _off(probe: Probe, result: Result, noise: Array, scale: float, confidence: float, margin: float) -> Finding | None:
+    """A bug where the noise is not the learning rate times this scale, C sigma / B."""
+    if probe.learning_rate is None:
+        return None
+    expected = gain(probe) * scale
+    ratio = deviation(noise) / expected
+    result.data |= {"ratio": ratio, "expected": result.data.get("expected", expected)}
     low, high = scale_interval(noise, confidence)
     if low / expected <= 1 + margin and high / expected >= 1 - margin:
-        return
-    ratio = result.data["ratio"]
+        return None
     much = "too little: the guarantee is not the one accounted" if ratio < 1 else "too much: utility is lost"
-    yield result.bug(
+    return result.bug(
         f"The noise of a step is {ratio:.4g} times learning_rate * C * sigma / B, {much}. Is it added to the sum "
         "(sigma * C) or to the mean (sigma * C / B), once, and divided by what the audit was told "
         "(expected_batch_size)?", ratio, None, 1.0,
     )  # fmt: skip
 
 
-def _visible(probe: Probe, norm: float, sigma: float) -> float:
-    """sigma, or a larger one where the parameters' rounding would blur the noise (SGD, whose step is linear)."""
-    if probe.optimizer != "sgd":
-        return sigma
-    seen = float(np.std(draws(probe, norm, sigma, probe.repeats(1, 100), [probe.data(8, 67)], 2901)))
-    return sigma * max(1.0, deviation(probe.start) / seen) if seen > 0 else sigma
+def wrong_size(probe: Probe, record: Record) -> str:
+    """What is wrong with the noise at another C, sigma or batch; empty where nothing is. Plain words, for a sentence.
+
+    C lies far below the samples' gradients, among them and far above; batches have from no sample to 151, and sums
+    that are huge, ordinary and nothing.
+    """
+    unit = deviation(record.noise) / record.norm / record.sigma * probe.divisor(1)
+    chosen, worst, found = list(_settings(probe)), 0.0, ""
+    for number, (norm, sigma, batch, values, what) in enumerate(chosen):
+        expected = unit * norm * sigma / probe.divisor(count(batch[1]))
+        if expected < 100 * probe.precision * deviation(probe.start):
+            continue  # rounding of the parameters would blur it
+        with taken_or_not():
+            noise = draws(probe, norm, sigma, probe.repeats(2, values), [batch], 3501 + 100 * number)
+            low, high = scale_interval(noise, 1 - LEVEL / len(chosen))
+            share = deviation(noise) / expected
+            off = low > (1 + MARGIN) * expected or high < (1 - MARGIN) * expected
+            if off and abs(share - 1) >= worst:
+                worst = abs(share - 1)
+                found = (
+                    f"at sigma = {sigma:g} and C = {norm:.3g}, on {what}, it is {share:.3g} times what it is for sigma "
+                    f"= {record.sigma:.3g} and C = {record.norm:.3g} on one sample, in proportion"
+                )
+    return found
+
+
+def _settings(probe: Probe) -> Iterator[tuple[float, float, Batch, int, str]]:
+    """(C, sigma, batch, draws, what the batch is)."""
+    norm, sigma = settings(probe)
+    many, few = probe.data(8, 281), probe.data(3, 283)
+    if probe.optimizer == "adam":  # whose step is linear in small gradients only
+        yield norm / 4.3, 0.349 * sigma, many, DRAWS, "8 samples"
+        yield norm * 0.73, 1.19 * sigma, few, DRAWS, "3 samples"
+    else:
+        typical = ordinary_norm(probe)
+        pairs = [(norm * share, sigma) for share, sigma in SHARES]
+        pairs += [(typical * share, sigma) for share, sigma in ABOVE if typical is not None]
+        for number, pair in enumerate(pairs):
+            batch, what = (few, "3 samples") if number == 4 else (many, "8 samples")
+            yield *pair, batch, DRAWS, what
+    most = probe.data(max(SIZES), 285)
+    for size in SIZES:  # sigma: as large on the mean as with few samples
+        yield norm, sigma * max(1.0, size / 4), pick(most, np.arange(size)), FEWER, f"{size or 'no'} samples"
+    with contextlib.suppress(Exception):  # no labels of no gradient can be had
+        yield norm, sigma, weak(probe, 0.0, 287), FEWER, "a sample without gradient"
+    yield norm, sigma, probe.strong, FEWER, "a sample of a huge gradient"
 
 
 def _blocks(probe: Probe) -> list[tuple[str, slice]]:
     """Each parameter's name and place; a few equal parts where no names are given."""
     names, size = getattr(probe.trainable, "parameter_names", None), probe.start.size
-    if names and sum(count for _, count in names) == size:
-        edges = np.cumsum([0, *(count for _, count in names)]).tolist()
-        return [(str(name), slice(a, b)) for (name, _), a, b in zip(names, edges[:-1], edges[1:], strict=True)]
-    edges = np.linspace(0, size, min(16, size) + 1).astype(int).tolist()
-    return [(f"elements {a} to {b - 1}", slice(a, b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    if not names or sum(number for _, number in names) != size:
+        parts = np.array_split(np.arange(size), min(16, size))
+        names = [(f"elements {part[0]} to {part[-1]}", len(part)) for part in parts]
+    ends = np.cumsum([number for _, number in names]).tolist()
+    return [(str(name), slice(b - number, b)) for (name, number), b in zip(names, ends, strict=True) if number]
 
 
 def _coarse(probe: Probe, noise: Array, std: float) -> float:
     """Share of neighbouring values that coincide; 0 where the parameters' own rounding hides it."""
     after = np.abs(probe.start).max() + 4 * std
-    if 4 * probe.precision * after > 1e-6 * std * 4 or noise.size < 200:
+    if probe.precision * after > 1e-6 * std or noise.size < 200:
         return 0.0
     values = np.sort(noise.ravel()[:MOST] / std)
     return float(np.mean(np.diff(values) < 2e-6))
@@ -174,8 +217,7 @@ def noise_scale(probe: Probe, *, seeds: int = 4) -> Finding:
     if probe.regime.kind == "switched":
         norm *= 1.5  # the strong sample counts
     noise = draws(probe, norm, sigma, probe.repeats(seeds, 1000), [probe.data(16, 67)], 3301)
-    largest = max(float(np.linalg.norm(probe.summed(sample, norm)))
-                  for sample in (probe.strong, probe.data(1, 71), probe.data(1, 73)))  # fmt: skip
+    largest = max(probe.contribution(sample, norm) for sample in (probe.strong, probe.data(1, 71), probe.data(1, 73)))
     if largest <= 10 * probe.resolution:
         raise Lacking("no sample contributes anything at the clipping norms tried")
     low, high = (end * probe.divisor(16) / largest / sigma for end in scale_interval(noise, 0.999))

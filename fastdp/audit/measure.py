@@ -4,13 +4,13 @@ clipping norms at which the answer is proportional to the norm."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import softmax
 
 from .trainable import (
     Array,
@@ -26,11 +26,9 @@ from .trainable import (
     is_floats,
     optional,
     pick,
-    rows,
 )
 
 NORMS = tuple(10.0**k for k in range(-12, 7))  # far below Adam's eps, to above every gradient
-Result = TypeVar("Result")
 ALPHA = 100.0  # how much larger than ordinary the labels of a large gradient are
 LINEAR = 0.03  # largest departure from proportionality
 SHARE = 0.03  # of the parameters' norm: largest change of a step that is measured
@@ -55,24 +53,20 @@ class Probe:
     def __init__(self, trainable: Trainable, seed: int = 0) -> None:
         self.trainable, self.seed = check_trainable(trainable), seed
         self.steps = 0  # training steps so far
-        self.counted: Callable[[int], None] | None = None  # is told of that number whenever it grows
-        self.memo: dict[Any, Any] = {}  # of `remembered`: what several tests look at
+        self.expected_batch_size = getattr(trainable, "expected_batch_size", None)
+        self.optimizer = str(getattr(trainable, "optimizer", None) or "sgd")
+        self.learning_rate: float | None = getattr(trainable, "learning_rate", None)
+        self.loss_kind: str | None = getattr(trainable, "loss_kind", None)
 
     # ------------------------------------------------------------------ runs
 
     def run(self, model: Any, batches: Sequence[Batch], norm: float, sigma: float, seed: int) -> Outcome:
         """Train a model on the batches. The steps are counted."""
-        self.count(len(batches))
+        self.steps += len(batches)
         with np.errstate(all="ignore"):
             return check_outcome(
                 self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed)
             )
-
-    def count(self, steps: int) -> None:
-        """So many more training steps are made."""
-        self.steps += steps
-        if self.counted is not None:
-            self.counted(self.steps)
 
     def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
         """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""
@@ -94,6 +88,10 @@ class Probe:
     def summed(self, batch: Batch, norm: float) -> Array:
         """Change by one step without noise, times what the sum was divided by: proportional to the clipped sum."""
         return (self.change([batch], norm) - self.drift) * self.divisor(count(batch[1]))
+
+    def contribution(self, batch: Batch, norm: float) -> float:
+        """Norm of `summed`."""
+        return float(np.linalg.norm(self.summed(batch, norm)))
 
     @cached_property
     def start(self) -> Array:
@@ -118,8 +116,7 @@ class Probe:
 
     def check_steps(self) -> None:
         """Raises AuditError where a step does not train a fresh model on the batch that it is given."""
-        batches = [self.data(2, number) for number in (113, 127, 131)]
-        found = [self.change([batch], 1.0) for batch in batches]
+        found = [self.change([self.data(2, number)], 1.0) for number in (113, 127, 131)]
         if not np.array_equal(self.outcome([], 1.0).parameters, self.start):
             raise AuditError(
                 "build() does not give a fresh model: after a step, a new one of the same seed has other weights. Make "
@@ -137,27 +134,17 @@ class Probe:
 
     def divisor(self, size: int) -> float:
         """What the clipped sum of a batch of that size is divided by."""
-        fixed = getattr(self.trainable, "expected_batch_size", None)
-        return float(fixed) if fixed is not None else float(max(size, 1))
+        return float(self.expected_batch_size or max(size, 1))
 
     @property
-    def follows_batch(self) -> bool:
-        """Whether the sum is divided by the size of the batch."""
-        return getattr(self.trainable, "expected_batch_size", None) is None
-
-    @property
-    def optimizer(self) -> str:
-        return str(getattr(self.trainable, "optimizer", None) or "sgd")
-
-    @property
-    def gain(self) -> float:
-        """Change of the parameters over the gradient that the optimizer is handed. Raises Lacking where unknown."""
+    def rate(self) -> float:
+        """Change of the parameters over the gradient, by a step without momentum. Raises Lacking where unknown."""
         rate = float(optional(self.trainable, "learning_rate", "to compare a step with C itself"))
         if self.optimizer == "adam":
             return rate / float(getattr(self.trainable, "adam_eps", None) or 1e-8)
         return rate
 
-    @property
+    @cached_property
     def precision(self) -> float:
         """Relative rounding of the parameters, told from the digits that they use."""
         single = self.start.astype(np.float32)
@@ -181,28 +168,34 @@ class Probe:
         return x, y
 
     def outputs(self, x: Any) -> Array:
-        """Outputs [B, K] of the fresh model."""
-        predict = optional(self.trainable, "predict", "for samples whose gradient is zero")
+        """Outputs [B, ...] of the fresh model."""
+        predict = optional(self.trainable, "predict", "for outputs of the model")
         found = np.asarray(predict(self.trainable.build(self.seed), x), dtype=float)
         if found.ndim == 0 or len(found) != count(x):
             raise AuditError(f"predict() gave an array of shape {found.shape} for {count(x)} samples")
         return found
 
-    def labels_like(self, x: Any, value: Array) -> Array:
-        single = rows(self.data(1)[1], slice(None))
-        kind = single.dtype if isinstance(single, np.ndarray) and single.dtype.kind == "f" else np.dtype(np.float32)
-        return value.astype(kind)
+    def logits(self, x: Any, model: Any = None) -> Array:
+        """What the loss is of: logits [B, K], or numbers for "mse". Raises Lacking where that is unknown."""
+        predict, kind = (optional(self.trainable, name, "for samples whose gradient is known")
+                         for name in ("predict", "loss_kind"))  # fmt: skip
+        found = self.outputs(x) if model is None else np.asarray(predict(model, x), dtype=float)
+        if kind != "mse" and found.ndim != 2:
+            raise Lacking(f"needs logits [B, K] of predict(), not {found.shape}")
+        return found
 
-    def without_gradient(self, size: int, number: int = 0) -> Batch:
+    def labels_like(self, value: Array) -> Array:
+        """Labels that are numbers: of the shape and kind that make_batch() gives, if it gives numbers."""
+        _, y = self.data(1)
+        floats = is_floats(y)
+        value = value.astype(y.dtype if floats else np.float32)
+        return value.reshape(len(value), *y.shape[1:]) if floats and self.loss_kind == "mse" else value
+
+    def without_gradient(self, size: int, number: int = 0, model: Any = None) -> Batch:
         """Samples whose gradient is zero at the fresh model: labels are what it predicts. Raises Lacking."""
-        kind = optional(self.trainable, "loss_kind", "for samples whose gradient is zero")
-        x, y = self.data(size, number)
-        outputs = self.outputs(x)
-        if kind == "mse":
-            return x, self.labels_like(x, outputs).reshape(np.shape(y))
-        if outputs.ndim != 2:
-            raise Lacking(f"needs logits [B, K] of predict() for samples without gradient, not {outputs.shape}")
-        return x, self.labels_like(x, softmax(outputs))
+        x = self.data(size, number)[0]
+        outputs = self.logits(x, model)
+        return x, self.labels_like(outputs if self.loss_kind == "mse" else softmax(outputs, 1))
 
     @cached_property
     def strong(self) -> Batch:
@@ -216,18 +209,18 @@ class Probe:
         return self.data(1)
 
     def _by_labels(self) -> Batch:
-        x, y = self.data(1)
-        outputs = self.outputs(x)
-        if self.trainable.loss_kind == "mse":  # type: ignore[attr-defined]
-            away = np.where(np.abs(outputs) < 0.1, 0.1, outputs)
-            return x, self.labels_like(x, -ALPHA * away).reshape(np.shape(y))
-        return x, self.labels_like(x, ALPHA * np.eye(outputs.shape[1])[outputs.argmin(1)])
+        x, _ = self.data(1)
+        outputs = self.logits(x)
+        if self.loss_kind == "mse":
+            return x, self.labels_like(-ALPHA * np.where(np.abs(outputs) < 0.1, 0.1, outputs))
+        return x, self.labels_like(ALPHA * np.eye(outputs.shape[1])[outputs.argmin(1)])
 
     def by_wrong_label(self) -> Batch:
+        """A sample whose label is the class that the model finds least likely. Raises Lacking without classes."""
         x, y = self.data(1)
-        if self.trainable.loss_kind != "cross_entropy":  # type: ignore[attr-defined]
+        if self.loss_kind != "cross_entropy":
             raise Lacking("needs classes, so that a label can be wrong")
-        return x, self.outputs(x).argmin(1).astype(np.asarray(y).dtype)
+        return x, self.logits(x).argmin(1).astype(np.asarray(y).dtype)
 
     def _by_inputs(self) -> Batch:
         x, y = self.data(1)
@@ -237,12 +230,11 @@ class Probe:
 
     def together(self, batches: Sequence[Batch]) -> Batch:
         """One batch of several; classes become soft labels where one of them has those."""
-        soft = [np.ndim(y) == 2 and np.asarray(y).dtype.kind == "f" for _, y in batches if not isinstance(y, dict)]
-        if not any(soft) or all(soft) or getattr(self.trainable, "loss_kind", None) != "cross_entropy":
+        soft = [y for _, y in batches if is_floats(y) and y.ndim == 2]
+        if self.loss_kind != "cross_entropy" or not soft:
             return batch_of(batches)
-        classes = next(np.shape(y)[1] for _, y in batches if np.ndim(y) == 2)
-        made = [(x, y if np.ndim(y) == 2 else np.eye(classes, dtype=np.float32)[np.asarray(y)]) for x, y in batches]
-        return batch_of(made)
+        table = np.eye(soft[0].shape[1], dtype=np.float32)
+        return batch_of([(x, y if np.ndim(y) == 2 else table[np.asarray(y)]) for x, y in batches])
 
     # ------------------------------------------------------------------ the answer to C
 
@@ -262,8 +254,33 @@ class Probe:
     @cached_property
     def regime(self) -> Regime:
         """The clipping norms to test at, from the strong sample's answers."""
-        found = self.answers(self.strong)
-        return self._judge([norm for norm, _, _ in found], [size for _, size, _ in found])
+        norms, sizes, _ = (list(column) for column in zip(*self.answers(self.strong), strict=True))
+        largest, least = max(sizes), self.resolution
+        if largest <= least:
+            raise AuditError(
+                "a step without noise changes no parameter at any clipping norm: is the step taken on the model whose "
+                "parameters run() returns?"
+            )
+        if sizes[0] > 0.01 * largest:
+            return Regime("flat", norms[-1], norms, sizes)
+        # rounding cannot make two ratios of ten in a row
+        tenfold = [False, *(abs(b / max(a, 1e-300) / 10 - 1) < LINEAR for a, b in zip(sizes, sizes[1:], strict=False))]
+        fits = [k for k in range(1, len(norms)) if tenfold[k] and (sizes[k] > 100 * least or tenfold[k - 1])]
+        small = [k for k in fits if sizes[k] <= SHARE * float(np.linalg.norm(self.start))]
+        if fits:
+            return Regime("linear", norms[max(small, default=min(fits))], norms, sizes)
+        first = next(k for k, size in enumerate(sizes) if size > 10 * least)
+        if all(abs(size / largest - 1) < LINEAR for size in sizes[first:]):
+            return Regime("switched", self._threshold(norms[first - 1], norms[first], sizes[first]), norms, sizes)
+        return Regime("other", norms[first], norms, sizes)
+
+    def _threshold(self, low: float, high: float, size: float) -> float:
+        """A norm a little below the strong sample's gradient, at which it (each layer of it) does not count."""
+        for _ in range(4):
+            middle = math.sqrt(low * high)
+            counts = np.linalg.norm(self.change([self.strong], middle) - self.drift) > 0.001 * size
+            low, high = (low, middle) if counts else (middle, high)
+        return low
 
     @property
     def answers_to_norm(self) -> bool:
@@ -275,69 +292,16 @@ class Probe:
         """The regime's C; where no C clips a sample, 1."""
         return self.regime.norm if self.answers_to_norm else 1.0
 
-    def _judge(self, norms: list[float], sizes: list[float]) -> Regime:
-        largest, least = max(sizes), self.resolution
-        if largest <= least:
-            raise AuditError(
-                "a step without noise changes no parameter at any clipping norm: is the step taken on the model whose "
-                "parameters run() returns?"
-            )
-        if sizes[0] > 0.01 * largest:
-            return Regime("flat", norms[-1], norms, sizes)
-        limit = SHARE * float(np.linalg.norm(self.start))
-        # rounding cannot make two ratios of ten in a row
-        tenfold = [False, *(abs(b / max(a, 1e-300) / 10 - 1) < LINEAR for a, b in zip(sizes, sizes[1:], strict=False))]
-        fits = [
-            k for k in range(1, len(norms))
-            if tenfold[k] and (sizes[k] > 100 * least or tenfold[k - 1])
-        ]  # fmt: skip
-        small = [k for k in fits if sizes[k] <= limit]
-        if fits:
-            return Regime("linear", norms[max(small) if small else min(fits)], norms, sizes)
-        first = next(k for k, size in enumerate(sizes) if size > 10 * least)
-        if all(abs(size / largest - 1) < LINEAR for size in sizes[first:]):
-            return Regime("switched", self._threshold(norms[first - 1], norms[first], sizes[first]), norms, sizes)
-        return Regime("other", norms[first], norms, sizes)
-
-    def _threshold(self, low: float, high: float, size: float) -> float:
-        """A norm a little below the strong sample's gradient, at which it (each layer of it) does not count."""
-        for _ in range(4):
-            middle = math.sqrt(low * high)
-            if np.linalg.norm(self.change([self.strong], middle) - self.drift) > 0.001 * size:
-                high = middle
-            else:
-                low = middle
-        return low
-
     def clipped_norm(self, purpose: str) -> float:
         """A clipping norm at which samples are clipped. Raises Lacking where there is none."""
-        regime = self.regime
-        if regime.kind == "flat":
+        if self.regime.kind == "flat":
             raise Lacking(f"{purpose}: the step does not depend on C at all (see no_clipping)")
-        if regime.kind == "other":
+        if self.regime.kind == "other":
             raise Lacking(
                 f"{purpose}: the step is nowhere seen to be proportional to C, not even far below the gradient's norm. "
                 "Where rounding hides it, a larger learning rate or float64 for the audit shows it"
             )
-        return regime.norm
-
-
-def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A measurement of a probe (and of hashable arguments) that is made once for each probe."""
-
-    @functools.wraps(function)
-    def measured(probe: Probe, *args: Any) -> Result:
-        key = function.__qualname__, *args
-        if key not in probe.memo:
-            probe.memo[key] = function(probe, *args)
-        return probe.memo[key]  # type: ignore[no-any-return]
-
-    return measured
-
-
-def softmax(logits: Array) -> Array:
-    shifted = np.exp(logits - logits.max(1, keepdims=True))
-    return shifted / shifted.sum(1, keepdims=True)  # type: ignore[no-any-return]
+        return self.regime.norm
 
 
 def copies(sample: Batch, times: int) -> Batch:

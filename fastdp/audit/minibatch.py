@@ -18,6 +18,7 @@ WHERE = (
     "The sum or mean of the batch is clipped, not every sample by itself: C bounds the batch, and one sample can be "
     "all of it. Clip per-sample gradients (micro-batches of one, or an engine for them), then add."
 )
+REFUSED = (TypeError, ValueError, RuntimeError, IndexError)  # of a script that takes no such labels
 
 
 @audit_test
@@ -36,44 +37,31 @@ def minibatch_clipping(probe: Probe, *, sizes: Sequence[int] = SIZES, norm: floa
     chosen = norm if norm is not None else probe.clipped_norm("needs a gradient that is clipped")
     if probe.regime.kind == "switched" and norm is None:
         return _switched(probe, chosen)
-    if not probe.follows_batch:
+    if probe.expected_batch_size is not None:
         return _over_sizes(probe, "copies", sizes, [copies(probe.strong, size) for size in sizes], chosen, +1)
     if probe.optimizer == "adam":
         return _against_singles(probe, chosen)
     if norm is None:  # below the mean of the largest batch, too: or else clipping that mean would do nothing
-        seen = 100 * probe.resolution * max(sizes) / float(np.linalg.norm(probe.summed(probe.strong, chosen)))
+        seen = 100 * probe.resolution * max(sizes) / probe.contribution(probe.strong, chosen)
         chosen *= max(1 / max(sizes), min(1.0, seen))
     try:
-        batches = _zeros_and_one(probe, sizes, chosen)
-    except Lacking:
+        zeros = probe.without_gradient(max(sizes) - 1, 3)
+        still, whole = (probe.contribution(batch, chosen) for batch in (zeros, probe.strong))
+        batches = one_among(probe, zeros, probe.strong, sizes)
+    except (Lacking, *REFUSED):
         return _against_singles(probe, chosen)
+    if not still <= 0.05 * whole + max(sizes) * probe.resolution:
+        return _against_singles(probe, chosen)  # predict() and the loss do not agree
     return _over_sizes(probe, "one of B", sizes, batches, chosen, -1)
 
 
 def one_among(probe: Probe, zeros: Batch, strong: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Batches of B - 1 samples without gradient and the strong one. Raises Lacking where they do not go together."""
-    try:
-        return [probe.together([pick(zeros, slice(0, size - 1)), strong]) if size > 1 else strong for size in sizes]
-    except (TypeError, ValueError, RuntimeError, IndexError) as problem:
-        raise Lacking(f"the script takes no such labels: {str(problem)[:100]}") from None
-
-
-def _zeros_and_one(probe: Probe, sizes: Sequence[int], norm: float) -> list[Batch]:
-    """Such batches, whose zeros are seen to have no gradient. Raises Lacking where they have."""
-    most = max(sizes)
-    zeros = probe.without_gradient(max(most - 1, 1), 3)
-    try:
-        still = np.linalg.norm(probe.summed(zeros, norm))
-        whole = np.linalg.norm(probe.summed(probe.strong, norm))
-    except (TypeError, ValueError, RuntimeError, IndexError) as problem:
-        raise Lacking(f"the script takes no such labels: {str(problem)[:100]}") from None
-    if not still <= 0.05 * whole + most * probe.resolution:
-        raise Lacking("samples whose labels are what predict() says still have a gradient: do predict and loss agree?")
-    return one_among(probe, zeros, probe.strong, sizes)
+    """Batches of B - 1 samples without gradient and the strong one."""
+    return [probe.together([pick(zeros, slice(0, size - 1)), strong]) if size > 1 else strong for size in sizes]
 
 
 def _over_sizes(
-    probe: Probe, design: str, sizes: Sequence[int], batches: Sequence[Any], norm: float, expected: int
+    probe: Probe, design: str, sizes: Sequence[int], batches: Sequence[Batch], norm: float, expected: int
 ) -> Finding:
     outcomes = [probe.outcome([batch], norm) for batch in batches]
     changes = [float(np.linalg.norm(o.parameters - probe.start - probe.drift)) for o in outcomes]
@@ -97,9 +85,14 @@ def _against_singles(probe: Probe, norm: float) -> Finding:
     """Ordinary samples together, against their steps alone: of one input with all its labels they nearly cancel."""
     batch = probe.data(16, 5)
     single = [probe.summed(pick(batch, [k]), norm) for k in range(16)]
-    chosen = [_cancelling(single, size) for size in (1, 2, 3, 4, 6, 8, 12, 16)]
+    order, total = [0], single[0]
+    while len(order) < 16:  # those first that add up to little
+        rest = [k for k in range(16) if k not in order]
+        order.append(min(rest, key=lambda k: float(np.linalg.norm(total + single[k]))))
+        total = total + single[order[-1]]
+    chosen = [order[:size] for size in (1, 2, 3, 4, 6, 8, 12, 16)]
     alone = [float(np.linalg.norm(np.sum([single[k] for k in some], 0))) / len(some) for some in chosen]
-    together = [float(np.linalg.norm(probe.summed(pick(batch, some), norm))) / len(some) for some in chosen]
+    together = [probe.contribution(pick(batch, some), norm) / len(some) for some in chosen]
     logs = np.log(np.maximum(alone, probe.resolution))
     if np.std(logs) < 0.15:
         raise Lacking("needs predict() and loss_kind: the gradients of make_batch()'s samples are all alike")
@@ -107,24 +100,14 @@ def _against_singles(probe: Probe, norm: float) -> Finding:
     return _judged(result, probe, logs, together, "the sum of single samples' steps")
 
 
-def _cancelling(single: list[Any], size: int) -> list[int]:
-    """So many samples whose steps add up to little, greedily."""
-    chosen, total = [0], single[0]
-    while len(chosen) < size:
-        rest = [k for k in range(len(single)) if k not in chosen]
-        best = min(rest, key=lambda k: float(np.linalg.norm(total + single[k])))
-        chosen, total = [*chosen, best], total + single[best]
-    return chosen
-
-
 def _switched(probe: Probe, norm: float) -> Finding:
     """Clipping that counts a sample whole or not at all: at a norm it exceeds, it must not count in any company."""
     sizes = (1, 2, 4, 8, 16, 32)
-    if probe.follows_batch:
+    if probe.expected_batch_size is None:
         batches = one_among(probe, probe.without_gradient(31, 3), probe.strong, sizes)
     else:
         batches = [copies(probe.strong, size) for size in sizes]
-    changes = [float(np.linalg.norm(probe.summed(batch, norm))) for batch in batches]
+    changes = [probe.contribution(batch, norm) for batch in batches]
     share = max(changes) / max(probe.regime.changes)
     result = Result(design="switched", sizes=list(sizes), changes=changes, norm=norm)
     if share > 0.05:

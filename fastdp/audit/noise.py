@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from .finding import Finding, Result, audit_test
 from .measure import Probe
+from .noise_record import settings
 from .statistics import distances, slope
-from .trainable import Array, Batch, Lacking
+from .trainable import Lacking
 
 INFINITE = "the parameters become infinite with noise: give norm(s)= or sigma= smaller"
-FRESH = "needs a step with noise that leaves the parameters finite"
-
-
-def settings(probe: Probe) -> tuple[float, float]:
-    """(C, sigma) at which noise is seen well and the optimizer answers in proportion to it.
-
-    SGD: where samples are clipped, and sigma = 1. Adam: where C is so far below its eps that a step is linear, and
-    noise that moves a parameter about as far as a sample does, over the 8 samples of a batch.
-    """
-    if probe.optimizer == "adam":
-        return probe.clipped_norm("needs a step in which Adam is linear") / 4, 8 / math.sqrt(probe.start.size)
-    return probe.usual_norm, 1.0
-
-
-def draws(probe: Probe, norm: float, sigma: float, seeds: int, batches: Sequence[Batch], first: int) -> Array:
-    """Noise [seeds, P] of steps on the batches, as the parameters show it: changes with noise less those without."""
-    still = probe.change(batches, norm, 0.0)
-    found = np.stack([probe.change(batches, norm, sigma, first + k) - still for k in range(seeds)])
-    if not np.isfinite(found).all():
-        raise Lacking(FRESH)
-    return found
-
-
-def deviation(noise: Array) -> float:
-    """Standard deviation of noise, whose mean is 0."""
-    return float(np.sqrt(np.mean(noise**2)))
 
 
 @audit_test

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy import stats
+from scipy import signal, stats
 
 from .finding import Finding, Result, audit_test
 from .measure import Probe
-from .noise import deviation, draws, settings
-from .noise_trajectory import Trajectory, noise_trajectory, prefixes
-from .normality import LEVEL, Doubt, over_steps, pairs, worst
-from .statistics import scale_interval
+from .noise_record import draws, recorded, settings
+from .normality import LEVEL, over_steps, pairs, worst
+from .reference_samples import steady
+from .statistics import deviation, scale_interval
 from .trainable import Array
-from .update import echo, update
 
 LONGEST = 1 << 18  # coordinates that are looked at for repetitions
 
@@ -40,8 +39,8 @@ def noise_independence(probe: Probe, *, steps: int = 4, seeds: int = 8, signific
         return Result().bug("There is no noise (see uncalibrated_noise).", 0.0)
     many = draws(probe, norm, sigma, seeds, [batch] * steps, 4201)
     first, whole = (float(np.linalg.norm(probe.change([batch] * k, norm))) for k in (1, steps))
-    constant, left = whole / first if first > 0 else float(steps), echo(probe, steps)
-    growth, expected = deviation(many) / noise, float(np.linalg.norm(left)) if left is not None else None
+    constant, expected = whole / first if first > 0 else float(steps), _growth_of_contributions(probe, steps)
+    growth = deviation(many) / noise
     share = growth / constant
     result = Result("no two stretches of the noise are alike", steps=steps, growth=growth, constant=constant,
                     norm=norm, sigma=sigma, expected=expected)  # fmt: skip
@@ -54,13 +53,14 @@ def noise_independence(probe: Probe, *, steps: int = 4, seeds: int = 8, signific
             "Look for a generator that is seeded within the loop, noise drawn once outside it, steps without noise, "
             "and for sums of earlier steps (a momentum) that are used again without theirs.", share, None, 0.9,
         )  # fmt: skip
-    path = noise_trajectory(probe)
-    result.data |= {"followed": len(path.noise), "read": path.way}
-    odd = _over_steps(probe, path)
+    record = recorded(probe)
+    z = record.noise / max(deviation(record.noise), 1e-300)
+    result.data |= {"followed": len(z), "in_turn": record.in_turn}
+    odd = worst(doubt for questions in (over_steps, pairs) for doubt in questions(z))
     if odd.p_value < LEVEL:
         result.null = "noise of all steps is independent and alike"
         return result.bug(
-            f"The noise of {len(path.noise)} steps is not fresh and alike: {odd.what} (p = {odd.p_value:.1e}). Look "
+            f"The noise of {len(z)} steps is not fresh and alike: {odd.what} (p = {odd.p_value:.1e}). Look "
             "for steps without noise or with less, noise that is used again, and generators that are seeded anew.",
             share, odd.p_value, LEVEL,
         )  # fmt: skip
@@ -72,22 +72,29 @@ def noise_independence(probe: Probe, *, steps: int = 4, seeds: int = 8, signific
             share, p_value, significance,
         )  # fmt: skip
     text = (
-        f"Noise is fresh at every step (grows {growth:.2f} times over {steps}; {len(path.noise)} steps one by one) and "
+        f"Noise is fresh at every step (grows {growth:.2f} times over {steps}; {len(z)} steps one by one) and "
         "for every parameter."
     )
     return result.passed(text, share, p_value, significance)
 
 
-def _over_steps(probe: Probe, path: Trajectory) -> Doubt:
-    """Doubts of the trajectory's noise, and of that of one run's steps where the trajectory is of several runs."""
-    known, noises = update(probe), [path.noise]
-    if path.way != "trajectory" and probe.optimizer == "sgd" and known.kind != "unknown":
-        moves, stride = prefixes(probe, path)
-        noises += [known.undone(moves)] if stride == 1 or known.kind == "plain" else []
-    if not all(map(deviation, noises)):
-        return Doubt(0.0, "later steps have no noise")
-    units = [noise / deviation(noise) for noise in noises]
-    return worst(doubt for z in units for doubt in (*over_steps(z), *pairs(z)))
+def _growth_of_contributions(probe: Probe, steps: int) -> float | None:
+    """What independent contributions to each step add up to after the last, over one of a single step.
+
+    sqrt(steps) for plain SGD. None where contributions are not proportional to C.
+    """
+    if not probe.answers_to_norm:
+        return None
+    norm, rest = steady(probe, 0.1 if probe.optimizer == "sgd" else 0.25)
+    sample = probe.data(1, 241)
+    base = probe.change([rest] * steps, norm)
+    places = [[sample if k == place else rest for k in range(steps)] for place in range(steps)]
+    apart = np.stack([probe.change(batches, norm) - base for batches in places])
+    single = probe.change([sample], norm) - probe.change([rest], norm)
+    size = float(single @ single)
+    if not np.isfinite(apart).all() or size <= (100 * probe.resolution) ** 2:
+        return None
+    return float(np.linalg.norm(apart @ single / size))
 
 
 def repetition(noise: Array) -> tuple[float, int]:
@@ -97,16 +104,13 @@ def repetition(noise: Array) -> tuple[float, int]:
     """
     values = noise[:, :LONGEST]
     seeds, length = values.shape
-    width = 1 << (2 * length - 1).bit_length()
 
     def correlation(x: Array) -> Array:
-        spectrum = np.fft.rfft(x, width, axis=1)
-        return np.fft.irfft((spectrum * spectrum.conj()).sum(0), width)[1 : length - 1]  # type: ignore[no-any-return]
+        return sum(signal.correlate(row, row, method="fft")[length : 2 * length - 2] for row in x)  # lags from 1 on
 
-    products, squares = correlation(values), correlation(values**2)
     enough = seeds * np.arange(length - 1, 1, -1) >= 30  # terms: where a sum of products is near normal
-    z = np.where(enough, np.abs(products) / np.sqrt(np.maximum(squares, 1e-300)), 0.0)
     if not enough.any():
         return 1.0, 0
+    z = np.abs(correlation(values)) / np.sqrt(np.maximum(correlation(values**2), 1e-300)) * enough
     lag = int(np.argmax(z))
     return min(1.0, float(2 * stats.norm.sf(z[lag])) * int(enough.sum())), lag + 1

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.special import log_softmax
 
 from .finding import BUG, OK, UNDECIDED
-from .measure import Probe, softmax
-from .trainable import AuditError, Batch, Lacking, count, optional
+from .measure import Probe
+from .trainable import AuditError, Batch, count, optional
 
 RIGHT, WRONG = 0.01, 0.99  # p-values of "slope 0": below, the dependence is there; above, it is not
 WARM_UP = 5  # steps of Adam before the one that is looked at, whose first moves all parameters equally far
@@ -26,17 +27,11 @@ def loss_of(probe: Probe, model: Any, batch: Batch) -> float:
     own = getattr(probe.trainable, "loss_of", None)
     if own is not None:
         return float(own(model, batch))
-    kind = optional(probe.trainable, "loss_kind", "or loss_of, for the change in loss")
-    outputs = np.asarray(optional(probe.trainable, "predict", "or loss_of, for the change in loss")(model, batch[0]))
-    y = np.asarray(batch[1])
-    if kind == "mse":
-        return float(np.mean((outputs.astype(float) - y.reshape(outputs.shape)) ** 2))
-    if outputs.ndim != 2:
-        raise Lacking(f"needs logits [B, K] of predict() for the change in loss, not {outputs.shape}")
-    shifted = outputs.astype(float) - outputs.max(1, keepdims=True)
-    logs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    outputs, y = probe.logits(batch[0], model), np.asarray(batch[1])
+    if probe.loss_kind == "mse":
+        return float(np.mean((outputs - y.reshape(outputs.shape)) ** 2))
     soft = y if y.ndim == 2 else np.eye(outputs.shape[1])[y]
-    return float(-(soft * logs).sum(1).mean())
+    return float(-(soft * log_softmax(outputs, 1)).sum(1).mean())
 
 
 def warm_batches(probe: Probe, asked: int | None, sgd: int, size: int, trial: int = 0) -> list[Batch]:
@@ -44,8 +39,6 @@ def warm_batches(probe: Probe, asked: int | None, sgd: int, size: int, trial: in
 
     sgd: how many for SGD; none without retune().
     """
-    if asked is not None and (not isinstance(asked, int) or isinstance(asked, bool) or asked < 0):
-        raise AuditError(f"warm_up must be a number of steps, 0 or more, not {asked!r}")
     if asked is None and probe.optimizer == "adam":
         asked = WARM_UP
     elif asked is None:
@@ -85,12 +78,9 @@ def rounding(probe: Probe, loss: float) -> float:
 
 def positive(name: str, values: Any, least: int) -> list[float]:
     """Check clipping norms, noise multipliers or sizes that were given: positive, finite, at least so many."""
-    try:
-        found = [float(value) for value in values]
-    except (TypeError, ValueError):
-        raise AuditError(f"{name} must be a list of numbers, not {values!r}") from None
-    if len(set(found)) < least:
-        raise AuditError(f"{name} needs at least {least} different values, not {len(set(found))}")
+    found = sorted({float(value) for value in values})
+    if len(found) < least:
+        raise AuditError(f"{name} needs at least {least} different values, not {len(found)}")
     if not all(math.isfinite(value) and value > 0 for value in found):
         raise AuditError(f"{name} must be positive and finite, not {found}")
     return found
@@ -103,19 +93,9 @@ def synthesized(probe: Probe, most: int, alpha: float, warm: Sequence[Batch]) ->
     the probabilities and the logits: with y = -alpha * probabilities, the gradient of softmax cross-entropy is
     sum(y) p - y = 0.
     """
-    kind, predict = (
-        optional(probe.trainable, name, "for samples whose gradient is zero") for name in ("loss_kind", "predict")
-    )
-    model = begun(probe, warm, WARM_NORM)
-    (x, y), (one, of_one) = probe.data(max(most - 1, 1), 3), probe.data(1)
-    still, strong = (np.asarray(predict(model, inputs), dtype=float) for inputs in (x, one))
-    if kind != "mse" and still.ndim != 2:
-        raise Lacking(f"needs logits [B, K] of predict() for samples without gradient, not {still.shape}")
-    none = probe.labels_like(x, still if kind == "mse" else softmax(still))
-    large = probe.labels_like(one, -alpha * strong)
-    if kind == "mse":
-        none, large = none.reshape(np.shape(y)), large.reshape(np.shape(of_one))
-    return (x, none), (one, large)
+    model, one = begun(probe, warm, WARM_NORM), probe.data(1)[0]
+    large = probe.labels_like(-alpha * probe.logits(one, model))
+    return probe.without_gradient(max(most - 1, 1), 3, model), (one, large)
 
 
 def judged(p: float, what: str, on: str, bug: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from .finding import NOT_TESTED, Finding
 from .report import Report
@@ -53,13 +54,10 @@ def _curve(axes: Any, finding: Finding) -> bool:
     y = np.asarray(data[what], float)
     x = np.arange(len(y)) if over == "steps" else np.asarray(data[over], float)
     x, y = x[np.argsort(x)], y[np.argsort(x)]
-    measured = np.where((y > 0) | (scale != "log"), y, np.nan)
-    axes.plot(x, measured, marker="" if over == "steps" else "o", ms=3, color=OURS, label="measured")
     axes.set(xlabel=x_label, ylabel=y_label, xscale="linear" if scale == "linear" else "log",
              yscale="log" if scale == "log" else "linear")  # fmt: skip
-    if "ordinary_changes" in data:
-        axes.plot(data["ordinary_norms"], data["ordinary_changes"], "--", color=OURS, label="an ordinary sample")
-    if "expected" in data and what == "changes":
+    axes.plot(x, np.where((y > 0) | (scale != "log"), y, np.nan), ".-", color=OURS, label="measured")
+    if "expected" in data:
         axes.plot(x, y[0] * (x / x[0]) ** data["expected"], ":", color=REFERENCE, label="clipped one by one")
     if "without_noise" in data:
         axes.plot(x, y[-1] * x / x[-1], ":", color=REFERENCE, label="in proportion to C")
@@ -72,13 +70,14 @@ def _curve(axes: Any, finding: Finding) -> bool:
 
 def _histogram(axes: Any, finding: Finding) -> bool:
     data = finding.data
-    if finding.name == "noise_distribution" and "sample" in data:
-        values, x = np.asarray(data["sample"]) / data.get("expected", data["std"]), np.linspace(-5, 5, 200)
-        axes.hist(values, bins=60, range=(-5, 5), density=True, color=OURS, alpha=0.6, label="over its expected size")
-        axes.plot(x, np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi), color=REFERENCE, label="N(0, 1)")
-        axes.set(xlabel="noise of a parameter", ylabel="density")
-        return True
-    for name, colour in (("scores_in", OURS), ("scores_out", REFERENCE)):
-        axes.hist(data.get(name, []), bins=30, alpha=0.6, color=colour, label=f"canaries {name[7:]}")
-    axes.set(xlabel="score: was it there?", ylabel="canaries")
-    return "scores_in" in data
+    if "sample" in data:
+        axes.hist(
+            np.asarray(data["sample"]) / data["std"], bins=60, density=True, color=OURS, label="noise, over its size"
+        )
+        x = np.linspace(-5, 5, 200)
+        axes.plot(x, stats.norm.pdf(x), color=REFERENCE, label="N(0, 1)")
+    elif "scores_in" in data:
+        scores = [data["scores_in"], data["scores_out"]]
+        axes.hist(scores, bins=30, color=[OURS, REFERENCE], label=["canaries in", "canaries out"])
+        axes.set(xlabel="score: was it there?")
+    return "sample" in data or "scores_in" in data

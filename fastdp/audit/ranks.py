@@ -12,21 +12,22 @@ import gc
 import hashlib
 import os
 import weakref
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch.distributed as dist
 
 from .trainable import AuditError, Outcome
 
 BY_MODEL = ("run", "trajectory", "run_parts", "predict", "loss_of", "retune", "state", "history")
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 CALLED = ("build", "sample", *BY_MODEL)
+END: Call = ("", (), {})
 
 
 def begin_world() -> int:
     """The number of processes; under torchrun a group of them is made, if the script has not."""
-    import torch.distributed as dist
-
     if not dist.is_available():
         return 1
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
@@ -42,8 +43,6 @@ class OverRanks:
     """
 
     def __init__(self, trainable: Any) -> None:
-        import torch.distributed as dist
-
         if not callable(getattr(trainable, "take_share", None)):
             raise AuditError(
                 f"{type(trainable).__name__} has no take_share(rank, ranks): in {dist.get_world_size()} processes each "
@@ -70,28 +69,18 @@ class OverRanks:
     def _called(self, name: str, *args: Any, **given: Any) -> Any:
         """A call of the trainable's method; args holds the model, which must live until the call is over."""
         numbered = (args[0].number, *args[1:]) if name in BY_MODEL else args
-        return self._everywhere((name, numbered, given))
+        return self._do(*self._from_first((name, numbered, given)))
 
-    def _everywhere(self, said: Call | None) -> Any:
-        """Let all ranks do this, whose first one calls here; None: the end."""
-        gone, self._gone = self._gone, []
-        self._from_first((gone, said))
-        return self._leave() if said is None else self._do(*said)
-
-    def _from_first(self, message: tuple[list[int], Call | None] | None = None) -> Call | None:
+    def _from_first(self, said: Call = END) -> Call:
         """What the first rank calls; models that it has let go of are let go of here, too."""
-        import torch.distributed as dist
-
-        box = [message]
+        box = [(list(self._gone), said)]
+        del self._gone[: len(box[0][0])]
         dist.broadcast_object_list(box, group_src=0, group=self._group)
-        assert box[0] is not None
         for number in box[0][0]:
             self._models.pop(number, None)
         return box[0][1]
 
     def _do(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        import torch.distributed as dist
-
         found, failure = None, cast(Exception | None, None)
         args = (self._models[args[0]], *args[1:]) if name in BY_MODEL else args
         try:
@@ -111,45 +100,42 @@ class OverRanks:
                 "(another noise on each, or sums that are not added up)"
             )
         if name == "sample":
-            return [
-                np.concatenate([np.asarray(i, dtype=int) for i in step])
-                for step in zip(*(s[2] for s in said), strict=True)
-            ]
-        if name == "build":
-            self._made += 1
-            self._models[self._made] = found
-            model = Model(self._made)
-            if self._rank == 0:
-                weakref.finalize(model, self._gone.append, self._made)
-            return model
-        return found
+            drawn = [[np.asarray(indices, dtype=int) for indices in steps] for _, _, steps in said]
+            return [np.concatenate(step) for step in zip(*drawn, strict=True)]
+        if name != "build":
+            return found
+        self._made += 1
+        self._models[self._made] = found
+        model = Model(self._made)
+        if self.is_first:
+            weakref.finalize(model, self._gone.append, self._made)
+        return model
 
     def serve(self) -> None:
         """Do what the first rank says, until it ends. An error of this rank is raised there."""
-        while (said := self._from_first()) is not None:
+        while (said := self._from_first()) != END:
             with contextlib.suppress(Exception):
                 self._do(*said)
         self._leave()
 
     def end(self) -> None:
         """The other ranks are done."""
-        self._everywhere(None)
+        self._from_first()
+        self._leave()
 
     def _leave(self) -> None:
         """Together: a process that ended first would break connections of the others."""
-        import torch.distributed as dist
-
         self._models.clear()
         gc.collect()
         dist.barrier(group=self._group)
         dist.destroy_process_group()
 
 
+@dataclass(frozen=True, eq=False)
 class Model:
     """A model of every rank, by its number."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
 def _mark(found: Any) -> str:

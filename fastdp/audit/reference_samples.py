@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 
-from .measure import Probe, remembered
-from .trainable import Array, AuditError, Batch, Lacking, is_floats, rows
+from .measure import Probe
+from .trainable import Array, AuditError, Batch, Lacking, is_floats, pick
 
 LEAST, MOST = 24, 64  # samples of all labels
 TIMES = (1.0, -1.0, 0.0, 10.0, -100.0, 0.1)  # of labels that are numbers
@@ -21,26 +22,18 @@ def weak(probe: Probe, share: float, number: int = 0) -> Batch:
     """
     x, nothing = probe.without_gradient(1, number)
     y = probe.data(1, number)[1]
-    if not share:
-        return x, nothing
-    if np.shape(y) != np.shape(nothing):
-        if np.ndim(nothing) != 2 or np.ndim(y) != 1:
-            raise Lacking("needs labels that can be mixed")
-        y = np.eye(np.shape(nothing)[1])[np.asarray(y)]
-    return x, probe.labels_like(x, (1 - share) * np.asarray(nothing, float) + share * np.asarray(y, float))
+    if probe.loss_kind == "cross_entropy" and np.ndim(y) == 1:
+        y = np.eye(nothing.shape[1])[np.asarray(y)]
+    return x, probe.labels_like((1 - share) * np.asarray(nothing, float) + share * np.asarray(y, float))
 
 
 def confident(probe: Probe, number: int = 0) -> Batch:
     """A sample that the model is sure of, with the label that it predicts: a small gradient without soft labels."""
     x, y = probe.data(16, number)
-    if getattr(probe.trainable, "loss_kind", None) != "cross_entropy":
-        raise Lacking("needs classes, so that a label can be right")
-    if not is_floats(x) or np.asarray(y).dtype.kind not in "iu":
-        raise Lacking("inputs are no numbers, or labels no classes")
+    if probe.loss_kind != "cross_entropy" or not is_floats(x) or np.asarray(y).dtype.kind not in "iu":
+        raise Lacking("needs inputs that are numbers, and classes, so that a label can be right")
     scaled = np.concatenate([x * np.asarray(scale, x.dtype) for scale in (1.0, 10.0, 100.0)])
-    logits = probe.outputs(scaled)
-    if logits.ndim != 2:
-        raise Lacking("needs logits [B, K] of predict()")
+    logits = probe.logits(scaled)
     ordered = np.sort(logits, 1)
     size = np.linalg.norm(np.asarray(scaled, float).reshape(len(scaled), -1), axis=1)
     small = ordered[:, -1] - ordered[:, -2] - np.log(1 + size)  # of the gradient: minus its logarithm
@@ -48,7 +41,7 @@ def confident(probe: Probe, number: int = 0) -> Batch:
     return scaled[[k]], logits.argmax(1)[[k]].astype(np.asarray(y).dtype)
 
 
-@remembered
+@functools.lru_cache(maxsize=4)
 def ordinary_norm(probe: Probe) -> float | None:
     """Norm of an ordinary sample's gradient, from where its step stops growing with C; None where it does not."""
     return gradient_norm(probe, probe.data(1, 17))
@@ -56,15 +49,12 @@ def ordinary_norm(probe: Probe) -> float | None:
 
 def gradient_norm(probe: Probe, sample: Batch) -> float | None:
     """Norm of a sample's gradient, or None: with normalised clipping, or no clipping, no C exceeds it visibly."""
-    if probe.optimizer != "sgd" or not probe.answers_to_norm:
+    if probe.optimizer != "sgd" or not probe.answers_to_norm or probe.learning_rate is None:
         return None
-    top, higher = (float(np.linalg.norm(probe.summed(sample, norm))) for norm in (1e6, 1e8))
+    top, higher = (probe.contribution(sample, norm) for norm in (1e6, 1e8))
     if not np.isfinite(higher) or top <= 10 * probe.resolution or abs(higher / top - 1) > 0.01:
         return None
-    regime, rate = probe.regime, getattr(probe.trainable, "learning_rate", None)
-    if rate is None and regime.kind == "linear":  # what a gradient of norm 1 changes is measured
-        return top / (regime.changes[regime.norms.index(regime.norm)] * probe.divisor(1) / regime.norm)
-    return top / float(rate or 1.0)
+    return top / probe.learning_rate
 
 
 def steady(probe: Probe, share: float) -> tuple[float, Batch]:
@@ -72,53 +62,33 @@ def steady(probe: Probe, share: float) -> tuple[float, Batch]:
 
     An ordinary sample that is clipped far; where samples count whole or not at all, one that does not count.
     """
-    regime = probe.regime
-    if regime.kind != "linear":
-        return regime.norm / 3, probe.strong  # far enough below its gradient, which moves with the weights
+    if probe.regime.kind != "linear":
+        return probe.regime.norm / 3, probe.strong  # far enough below its gradient, which moves with the weights
     typical = ordinary_norm(probe)
-    return min(share * regime.norm, typical / 20 if typical is not None else np.inf), probe.data(1, 317)
+    return min(share * probe.regime.norm, typical / 20 if typical is not None else np.inf), probe.data(1, 317)
 
 
-# ---------------------------------------------------------------------- of all labels
-
-
-@remembered
 def labelled(probe: Probe) -> list[tuple[str, Batch]]:
     """(what it is, sample) of 24 samples: every class is the label of one (of more than 64 classes, of 64 by chance).
 
     Labels that are numbers come in several sizes and of both signs; other labels as make_batch() gives them.
     """
-    classes = _classes(probe)
-    size = LEAST if classes is None else max(LEAST, min(MOST, len(classes)))
-    x, y = probe.data(size, 401)
-    if classes is not None:
-        order = classes[np.random.default_rng(probe.seed + 403).permutation(len(classes))]
-        labels = np.asarray(y) * 0 + np.resize(order, size)
-        words = [f"label {label}" for label in labels]
-    elif is_floats(y) and getattr(probe.trainable, "loss_kind", "") == "mse":
-        times = np.resize(TIMES, size)
-        labels = y * times.astype(y.dtype).reshape(-1, *[1] * (y.ndim - 1))
-        words = [f"a label times {factor:g}" for factor in times]
-    else:
-        labels, words = y, [f"ordinary sample {k}" for k in range(size)]
-    return [(words[k], (rows(x, [k]), rows(labels, [k]))) for k in range(size)]
-
-
-def _classes(probe: Probe) -> Array | None:
-    """All classes [K]: those that the model has outputs for, or else those that make_batch() gives."""
     y = probe.data(256, 405)[1]
-    if not isinstance(y, np.ndarray) or y.ndim != 1 or y.dtype.kind not in "iu":
-        return None
-    given = np.unique(y)
-    if getattr(probe.trainable, "loss_kind", None) == "cross_entropy" and given.min() >= 0:
-        with contextlib.suppress(Lacking):
-            outputs = probe.outputs(probe.data(1, 405)[0])
-            if outputs.ndim == 2 and outputs.shape[1] > given.max():
-                return np.arange(outputs.shape[1])
-    return given
+    classes = np.unique(y) if isinstance(y, np.ndarray) and y.ndim == 1 and y.dtype.kind in "iu" else np.zeros(0, int)
+    size = max(LEAST, min(MOST, len(classes)))
+    x, y = probe.data(size, 401)
+    words = [f"ordinary sample {k}" for k in range(size)]
+    if len(classes):
+        y = np.resize(np.random.default_rng(probe.seed + 403).permutation(classes), size)
+        words = [f"label {label}" for label in y]
+    elif is_floats(y) and probe.loss_kind == "mse":
+        times = np.resize(TIMES, size).astype(y.dtype)
+        y = y * times.reshape(-1, *[1] * (y.ndim - 1))
+        words = [f"a label times {factor:g}" for factor in times]
+    return [(words[k], pick((x, y), [k])) for k in range(size)]
 
 
-@remembered
+@functools.lru_cache(maxsize=4)
 def alone(probe: Probe) -> tuple[float, list[tuple[str, Batch, Array]]]:
     """(C, [(what it is, sample, its contribution [P])]), C far below their gradients; the first step's gain is in it.
 
@@ -139,6 +109,9 @@ def taken_or_not() -> Iterator[None]:
     """A sample or batch that the script may not take (soft labels, none, its own shapes): its errors pass."""
     try:
         yield
-    except Exception as problem:
-        if isinstance(problem, AuditError):
-            raise
+    except Lacking:
+        pass
+    except AuditError:
+        raise
+    except Exception:  # noqa: BLE001  (whatever the script raises)
+        pass

@@ -45,7 +45,7 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether no bug was found and something was tested."""
-        return not self.bugs and any(f.verdict == OK for f in self.findings)
+        return not self.bugs and bool(self._of(OK))
 
     @property
     def exit_status(self) -> int:
@@ -90,8 +90,9 @@ class Report:
             return f"{len(self.bugs)} of {tests} found a bug: {', '.join(f.name for f in self.bugs)}"
         if not tested:
             return "nothing could be tested"
-        rest = f"; {len(self.undecided)} undecided" if self.undecided else ""
-        rest += f"; {len(self.untested)} not tested" if self.untested else ""
+        rest = "".join(
+            f"; {len(found)} {verdict}" for verdict in (UNDECIDED, NOT_TESTED) if (found := self._of(verdict))
+        )
         return f"no bug found by {tests}{rest}. Tests find bugs; they prove no guarantee."
 
 
@@ -103,10 +104,7 @@ def _plain(value: Any) -> Any:
     """For JSON, which has no infinities and no arrays."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -72,7 +72,7 @@ def nan_sample(probe: Probe) -> Finding:
         raise Lacking("needs inputs that are one array of numbers, to put NaN into")
     ordinary = copies((x, y), 8)
     base = probe.summed(ordinary, norm)
-    largest = max(float(np.linalg.norm(probe.summed((x, y), norm))), probe.resolution)
+    largest = max(probe.contribution((x, y), norm), probe.resolution)
     worst, result = 0.0, Result(value="")
     for value in (np.nan, np.inf):
         bad = x.copy()

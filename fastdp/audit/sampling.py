@@ -14,16 +14,17 @@ from .measure import Probe
 from .statistics import two_tails
 from .trainable import Array, AuditError, optional
 
+LAGS = 8  # steps back, of which a record's draws must tell nothing
+
 
 @audit_test
 def poisson_sampling(probe: Probe, *, records: int = 240, steps: int = 240, significance: float = 1e-3) -> Finding:
     """Examines the batches that the script's loader draws from a number of records, over a number of steps.
 
     The test looks at the number of records drawn in all (the rate); the variation of the sizes of batches (none, if the
-    size is fixed), and the largest and the smallest (cut, filled up); how often each record is drawn (equally often, if
-    an epoch shuffles; never, if the last is forgotten); whether the draw of a record tells of other steps (the next
-    one, and any up to half the run later), of other records at any distance, and of other records in later steps;
-    whether sizes follow each other; batches without a record, and of few records; records that are twice in a batch;
+    size is fixed; too much, if records are drawn in groups), and the largest and the smallest (cut, filled up); how
+    often each record is drawn (equally often, if an epoch shuffles; never, if the last is forgotten); whether a
+    record's draw tells of its next eight; batches without a record, of few records; records that are twice in a batch;
     batches that recur; and whether another seed draws other batches.
 
     statistic: the rate over the accounted rate; p_value: the smallest of the tests', times their number. Needs sample
@@ -46,11 +47,10 @@ def poisson_sampling(probe: Probe, *, records: int = 240, steps: int = 240, sign
         return result.bug("The accounted rate is 1, but batches leave records out.", found)
     few = max(2, round(1 / rate))  # records, of which many batches are empty
     empty = sum(not len(batch) for batch in _checked(sample(few, steps, 3), few, steps))
-    checks = list(_checks(drawn, sizes, records, rate))
-    checks.append((
+    checks = [*_checks(drawn, sizes, records, rate), (
         "empty batches", float(two_tails(stats.binom, empty, steps, (1 - rate) ** few)),
         "Of few records, batches without any come too seldom or too often: an empty batch is a batch, too.",
-    ))  # fmt: skip
+    )]  # fmt: skip
     result.data["p_values"] = {name: p_value for name, p_value, _ in checks}
     p_value = min(1.0, min(p for _, p, _ in checks) * len(checks))
     if p_value >= significance:
@@ -79,8 +79,11 @@ def _certain(drawn: Sequence[Array], again: Sequence[Array], rate: float) -> str
 def _checks(drawn: Sequence[Array], sizes: Array, records: int, rate: float) -> Iterator[tuple[str, float, str]]:
     """(name, p-value, sentence) of the questions about the batches, those with the plainest answers first."""
     steps, spread = len(drawn), rate * (1 - rate)
-    times = np.bincount(np.concatenate(drawn).astype(int), minlength=records).astype(float)
-    found, each = sizes.sum() / records / steps, two_tails(stats.binom, times, steps, rate)
+    there = np.zeros((steps, records), bool)
+    for k, batch in enumerate(drawn):
+        there[k, batch] = True
+    times, found = there.sum(0).astype(float), sizes.sum() / records / steps
+    each = two_tails(stats.binom, times, steps, rate)
     record, extremes = int(np.argmin(each)), stats.binom(records, rate)
     z = (sizes.sum() - records * steps * rate) / math.sqrt(records * steps * spread)
     yield ("rate", float(two_tails(stats.norm, z)),
@@ -92,16 +95,20 @@ def _checks(drawn: Sequence[Array], sizes: Array, records: int, rate: float) -> 
                "other accountants, or have none.")  # fmt: skip
     yield ("single records", min(1.0, records * float(each.min())), f"Record {record} is drawn in "
            f"{times[record]:.0f} of {steps} batches, where {steps * rate:.1f} are due.")  # fmt: skip
-    yield from sorted(links(drawn, records, rate), key=lambda check: check[1])
-    yield ("sizes in a row", following(sizes - records * rate, records * spread),
-           "The size of a batch depends on that of the one before: batches must be drawn independently.")  # fmt: skip
     largest, smallest = extremes.cdf(sizes.max()) ** steps, extremes.sf(sizes.min() - 1) ** steps
     yield ("extremes", float(min(1.0, 2 * min(largest, smallest))), f"Batches have {sizes.min():.0f} to "
            f"{sizes.max():.0f} records: large ones are cut, or small ones filled up.")  # fmt: skip
-    other = "Batches are no Poisson sample: their sizes, or how often records are drawn, vary too little or too much."
-    if np.ptp(sizes) > 1:
-        yield "sizes", size, other
-    yield "records", _dispersion(times, steps * rate, steps * spread), other
+    for lag in range(1, min(LAGS, steps - 1) + 1):
+        number, both = (steps - lag) * records, int((there[lag:] & there[:-lag]).sum())
+        # products of neighbours are uncorrelated once centred, where both tails are normal; else rare, and binomial
+        z = float(((there[lag:] - rate) * (there[:-lag] - rate)).sum()) / spread / math.sqrt(number)
+        p_value = float(max(two_tails(stats.binom, both, number, rate**2), two_tails(stats.norm, z)))
+        yield (f"{lag} steps later", p_value, f"A record that was drawn is drawn too often or too seldom {lag} steps "
+               "later: batches must not depend on earlier ones.")  # fmt: skip
+    yield ("sizes", size, "The sizes of batches vary too little or too much: groups of records are in a batch or out "
+           "of it, or sizes are not by chance.")  # fmt: skip
+    yield ("records", _dispersion(times, steps * rate, steps * spread), "How often records are drawn varies too little "
+           "or too much: an epoch shuffles them, or some are preferred.")  # fmt: skip
 
 
 def _checked(drawn: Sequence[Any], records: int, steps: int) -> list[Array]:
@@ -111,68 +118,6 @@ def _checked(drawn: Sequence[Any], records: int, steps: int) -> list[Array]:
     if any(batch.size and (batch.min() < 0 or batch.max() >= records) for batch in found):
         raise AuditError(f"sample({records}, ...) gave indices outside of 0 to {records - 1}")
     return found
-
-
-def links(drawn: Sequence[Array], records: int, rate: float) -> list[tuple[str, float, str]]:
-    """(name, p-value, sentence) of the three ways in which draws may depend on each other: those of a record on its own
-    in other steps, those of a step on each other, and those of a record on other records' in other steps.
-
-    What is added up are products of (drawn - rate) of two draws, which are uncorrelated even where they share one; the
-    tails of a sum are those of a gamma distribution of its skewness (Pearson's third kind). p-values are corrected for
-    the distances that are tried.
-    """
-    steps = len(drawn)
-    there = np.full((steps, records), -rate)
-    for k, batch in enumerate(drawn):
-        there[k, batch] += 1
-    shape = (2 * steps, 2 * records)
-    found = np.fft.irfft2(np.abs(np.fft.rfft2(there, shape)) ** 2, shape)
-    later, apart = np.meshgrid(np.arange(steps // 2 + 1), np.arange(-(records // 2), records // 2 + 1), indexing="ij")
-    number = (steps - later) * (records - np.abs(apart))
-    z = found[later, apart] / (rate * (1 - rate)) / np.sqrt(number)
-    skewness = (1 - 2 * rate) ** 2 / (rate * (1 - rate)) / np.sqrt(number)
-    p_values = 2 * np.minimum(_gamma(z, skewness), _gamma(-z, -skewness))
-
-    def least(name: str, where: Array, text: str) -> tuple[str, float, str]:
-        chosen = np.where(where, p_values, np.inf)
-        k = np.unravel_index(int(np.argmin(chosen)), chosen.shape)
-        often = "more" if z[k] > 0 else "less"
-        said = text.format(later=int(later[k]), apart=abs(int(apart[k])), often=often)
-        return name, float(min(1.0, chosen[k] * int(where.sum()))), said
-
-    return [
-        least(
-            "a record in other steps", (apart == 0) & (later > 0),
-            "A record that was drawn is drawn {often} often {later} steps later: batches must not depend on earlier "
-            "ones.",
-        ),
-        least(
-            "records of a step", (later == 0) & (apart > 0),
-            "Records that are {apart} apart are drawn together {often} often than by chance: groups are in a batch or "
-            "out of it.",
-        ),
-        least(
-            "records in other steps", (later > 0) & (apart != 0),
-            "Which records a batch has depends on that of {later} steps before: those {apart} further are drawn "
-            "{often} often.",
-        ),
-    ]  # fmt: skip
-
-
-def _gamma(z: Array, skewness: Array) -> Array:
-    """Upper tail of a sum of mean 0, variance 1 and this skewness."""
-    skewness = np.where(np.abs(skewness) < 1e-9, 1e-9, skewness)
-    shape = 4 / skewness**2
-    x = shape + z * np.sqrt(shape) * np.sign(skewness)
-    upper, lower = stats.gamma.sf(np.maximum(x, 0), shape), stats.gamma.cdf(np.maximum(x, 0), shape)
-    exact = np.where(skewness > 0, upper, lower)
-    return np.where(np.abs(skewness) < 1e-3, stats.norm.sf(z), exact)  # type: ignore[no-any-return]
-
-
-def following(sizes: Array, variance: float) -> float:
-    """p-value of "the size of a batch says nothing of the next one's", sizes less their mean."""
-    found = float((sizes[1:] * sizes[:-1]).sum()) / variance / math.sqrt(len(sizes) - 1)
-    return min(1.0, 2 * float(two_tails(stats.norm, found)))  # twice: a sum of products has somewhat longer tails
 
 
 def _dispersion(counts: Array, mean: float, variance: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +31,6 @@ def slope(x: Sequence[float] | Array, y: Sequence[float] | Array, floor: float =
     floor=0, values that are all equal have slope 0 and p = 1.
     """
     a, b = np.asarray(x, float), np.asarray(y, float)
-    if len(a) < 3 or np.ptp(a) == 0:
-        raise ValueError("a slope needs three points at different places")
     if np.ptp(b) == 0:
         return Slope(0.0, 1.0)
     found = stats.linregress(a, b)
@@ -41,9 +40,9 @@ def slope(x: Sequence[float] | Array, y: Sequence[float] | Array, floor: float =
     return Slope(float(found.slope), float(2 * stats.t.sf(abs(float(found.slope)) / error, len(a) - 2)))
 
 
-def kolmogorov(values: Array) -> float:
-    """p-value of "these are independent draws of N(0, 1)": Kolmogorov and Smirnov's test."""
-    return float(stats.kstest(values, "norm").pvalue)
+def deviation(noise: Array) -> float:
+    """Standard deviation of noise, whose mean is 0."""
+    return float(np.sqrt(np.mean(noise**2)))
 
 
 def scale_interval(values: Array, confidence: float) -> tuple[float, float]:
@@ -55,7 +54,7 @@ def scale_interval(values: Array, confidence: float) -> tuple[float, float]:
 
 def distances(points: Sequence[Array]) -> list[float]:
     """Distances of all pairs of points."""
-    return [float(np.linalg.norm(a - b)) for k, a in enumerate(points) for b in points[:k]]
+    return [float(np.linalg.norm(a - b)) for a, b in combinations(points, 2)]
 
 
 def two_tails(law: Any, found: Any, *parameters: Any) -> Any:

@@ -76,17 +76,14 @@ class TorchTrainable:
         self.train_parts, self.accumulate, self.made_batch = train_parts, accumulate, make_batch
         self.loss_kind, self.optimizer, self.learning_rate = loss_kind, optimizer, learning_rate
         self.adam_eps, self.expected_batch_size, self.sample_rate = adam_eps, expected_batch_size, sample_rate
-        self.dropout, self.seeded = dropout, seeded
+        self.dropout, self.seeded, self.sample = dropout, seeded, sample
         self.parameter_names: list[tuple[str, int]] | None = None
-        self.sample = sample
-        self._history = history
+        self._history, self._given_retune, self._share = history, retune, (0, 1)
+        # absent where the script gives nothing for them: a test that needs one then says so
         self.history = None if history is None else self._counted
-        split = train_parts is not None or accumulate is not None
-        self.run_parts = self._run_parts if split else None
-        self._given_retune = retune
+        self.run_parts = None if train_parts is None and accumulate is None else self._run_parts
         keeps_nothing = train is not None and optimizer == "adam"  # a loop makes its optimizer anew in each run
         self.retune = None if keeps_nothing and retune is None else self._retune
-        self._share = (0, 1)
 
     def take_share(self, rank: int, ranks: int) -> None:
         """Of every batch, this process trains on its share only: several processes make a step together."""
@@ -116,12 +113,9 @@ class TorchTrainable:
         self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
     ) -> Outcome:
         """Train the model by the script's own step."""
-        ready, size = [model.tensors(self._own(batch)) for batch in batches], _size(batches)
-        with self._running(seed):
-            if ready:  # a loop of one's own need not bear no batches
-                self._train(
-                    model, ready, size, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed
-                )
+        if batches:  # a loop of one's own need not bear no batches
+            ready = [model.tensors(self._own(batch)) for batch in batches]
+            self._train(model, ready, count(batches[0][1]), clipping_norm, noise_multiplier, seed)
         return self._outcome(model, batches)
 
     def trajectory(
@@ -129,37 +123,19 @@ class TorchTrainable:
     ) -> Array | None:
         """Return the parameters [steps, P] after every step, or None if a loop does not take batches in turn."""
         ready = Watched([model.tensors(self._own(batch)) for batch in batches], model)
-        with self._running(seed):
-            self._train(
-                model, ready, _size(batches), clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed
-            )
-        ready.note(len(ready))
+        self._train(model, ready, count(batches[0][1]), clipping_norm, noise_multiplier, seed)
+        ready.seen[len(ready)] = model.flat()
         whole = sorted(ready.seen) == list(range(len(ready) + 1))
-        return np.stack([ready.seen[k] for k in range(1, len(ready) + 1)]) if whole else None
+        return np.stack([ready.seen[k + 1] for k in range(len(ready))]) if whole else None
 
     def _run_parts(
-        self,
-        model: Job,
-        batches: Sequence[Sequence[Batch]],
-        *,
-        clipping_norm: float,
-        noise_multiplier: float,
+        self, model: Job, batches: Sequence[Sequence[Batch]], *, clipping_norm: float, noise_multiplier: float,
         seed: int,
-    ) -> Outcome:
+    ) -> Outcome:  # fmt: skip
         """Train the model, each logical batch in physical ones."""
         ready = [[model.tensors(self._own(part)) for part in batch] for batch in batches]
-        with self._running(seed):
-            if self.train_parts is not None:
-                self.train_parts(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
-                                 seed=seed)  # fmt: skip
-            else:
-                size = sum(count(y) for _, y in batches[0])
-                self._optimizer(model, size, clipping_norm, noise_multiplier, seed)
-                assert self.accumulate is not None
-                for parts in ready:
-                    model.optimizer.zero_grad()
-                    for number, (x, y) in enumerate(parts):
-                        self.accumulate(model.optimizer, self.loss(model.called(x), y), number == len(parts) - 1)
+        size = sum(count(y) for _, y in batches[0])
+        self._train(model, ready, size, clipping_norm, noise_multiplier, seed, parts=True)
         return self._outcome(model, [part for parts in batches for part in parts])
 
     def make_batch(self, seed: int, size: int) -> Batch:
@@ -170,7 +146,7 @@ class TorchTrainable:
     def predict(self, model: Job, x: Any) -> Array:
         """Return outputs in the model's training mode, as its loss sees them. Running statistics are restored."""
         with _undisturbed(model.model):
-            found = model.model(model.tensor(x))
+            found = model.model(model.tensors(x))
         if not isinstance(found, Tensor):
             raise AuditError(f"the model returns a {type(found).__name__}, not a tensor of outputs [B, ...]")
         return found.double().numpy(force=True)
@@ -188,15 +164,27 @@ class TorchTrainable:
 
     # ------------------------------------------------------------------ inside
 
-    def _train(self, model: Job, ready: Sequence[Any], size: int, **given: Any) -> None:
-        if self.train is not None:
-            self.train(model.model, ready, **given)
-            return
-        self._optimizer(model, size, **given)
-        for x, y in ready:
-            model.optimizer.zero_grad()
-            self.loss(model.called(x), y).backward()
-            model.optimizer.step()
+    def _train(self, model: Job, ready: Sequence[Any], size: int, clipping_norm: float, noise_multiplier: float,
+               seed: int, parts: bool = False) -> None:  # fmt: skip
+        """ready: batches as tensors; with parts, lists of physical ones."""
+        loop = self.train_parts if parts else self.train
+        if self.seeded:
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # of hooks, of seeds: the audit runs a step hundreds of times
+            if loop is not None:
+                loop(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
+                return
+            self._optimizer(model, size, clipping_norm, noise_multiplier, seed)
+            for batch in ready:
+                model.optimizer.zero_grad()
+                if not parts:
+                    self.loss(model.called(batch[0]), batch[1]).backward()
+                    model.optimizer.step()
+                for number, (x, y) in enumerate(batch if parts else ()):
+                    self.accumulate(model.optimizer, self.loss(model.called(x), y), number == len(batch) - 1)  # type: ignore[misc]
 
     def _counted(self, model: Job) -> list[tuple[float, float | None, int]]:
         assert self._history is not None
@@ -238,21 +226,8 @@ class TorchTrainable:
                 "retune= to TorchTrainable"
             )
 
-    @contextlib.contextmanager
-    def _running(self, seed: int) -> Iterator[None]:
-        if self.seeded:
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")  # of hooks, of seeds: the audit runs a step hundreds of times
-            yield
-
     def _outcome(self, model: Job, batches: Sequence[Batch]) -> Outcome:
-        flat = model.flat()
-        if not batches:
-            return Outcome(float("nan"), flat)
-        return Outcome(self.loss_of(model, batches[-1]), flat)
+        return Outcome(self.loss_of(model, batches[-1]) if batches else float("nan"), model.flat())
 
 
 class Job:
@@ -272,11 +247,8 @@ class Job:
         found = torch.cat([p.detach().double().flatten() for p in whole])
         return found.numpy(force=True)  # type: ignore[no-any-return]
 
-    def tensors(self, batch: Batch) -> tuple[Any, Any]:
-        """A batch as the model takes it: on its device, numbers in its precision."""
-        return self.tensor(batch[0]), self.tensor(batch[1])
-
-    def tensor(self, part: Any) -> Any:
+    def tensors(self, part: Any) -> Any:
+        """Inputs, labels or a batch as the model takes them: on its device, numbers in its precision."""
         return mapped(self._tensor, part)
 
     def _tensor(self, array: Any) -> Tensor:
@@ -291,16 +263,13 @@ class Watched(list[Any]):
         super().__init__(batches)
         self.model, self.seen = model, dict[int, Array]()
 
-    def note(self, number: int) -> None:
-        self.seen[number] = self.model.flat()
-
     def __iter__(self) -> Iterator[Any]:
         for number in range(len(self)):
             yield self[number]
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, int):
-            self.note(number % len(self))
+            self.seen[number % len(self)] = self.model.flat()
         return super().__getitem__(number)
 
 
@@ -312,11 +281,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         yield
         for buffer, value in zip(model.buffers(), kept, strict=True):
             buffer.copy_(value)
-
-
-def _size(batches: Sequence[Batch]) -> int:
-    """Samples of the first batch, over all processes."""
-    return count(batches[0][1]) if batches else 0
 
 
 def _array(part: Any) -> Array:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .calls import Call
 from .generations import is_forgotten, is_past
-from .layout import Layout, layout_of_owners, layout_on, owner_map, spread, stale_layout, tag
+from .layout import Layout, layout_on, rows_seen, spread, stale_layout, tag
 from .operator_table import RENORMING
 from .tensor_notes import APART, HELD, INPUT, OF_LABELS, HeldBytes, foreign, is_over, storage_of, written
 
@@ -110,21 +110,22 @@ def written_through(call: Call, view: Tensor, before: Layout | None, layout: Lay
     known = known if known is not None and known.batch == call.batch else None
     if layout.alone >= 0 or (known is not None and known.mixed):
         return  # `alone` has looked at it
-    found = None if layout.mixed or layout.order is not None else _of_base(base, view, known, layout)
+    found = None
+    if not layout.mixed and layout.order is None and view.shape[layout.dim : layout.dim + 1] == (layout.rows,):
+        found = base_written(base, view, known, spread(layout.owners(view.device), layout.dim, view.shape), call.batch)
     if found is None:
         why = layout.mixed or call.mixed("writes rows of samples into memory where they cannot be followed")
         found = Layout(call.batch, mixed=why)
     tag(base, found)
 
 
-def _of_base(base: Tensor, view: Tensor, known: Layout | None, layout: Layout) -> Layout | None:
-    """The base's layout after this layout's rows were written through the view; None if it cannot be written as one."""
-    rows = owner_map(base, known)
-    if rows is None or view.shape[layout.dim : layout.dim + 1] != (layout.rows,):
-        return None
-    inside = rows.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
-    owners = spread(layout.owners(view.device), layout.dim, view.shape)
-    if known is not None:
-        return known if known.alone < 0 and bool((inside == owners).all()) else None
-    inside.copy_(owners)
-    return layout_of_owners(rows.as_strided(base.shape, base.stride()), layout)
+def base_written(base: Tensor, view: Tensor, known: Layout | None, owners: Tensor, batch: int) -> Layout | None:
+    """The layout of a tensor after these samples' numbers were written through a view of it; known: that before, None
+    of a constant, whose rows lie then as they must. None if several ways fit, or none."""
+    even = [Layout(batch, d, 1, n // batch) for d, n in enumerate(base.shape) if n and n % batch == 0]
+    fitting = []
+    for guess in even if known is None else [known]:
+        rows = rows_seen(view, base, guess) if guess.alone < 0 else None
+        if rows is not None and bool((guess.owners(rows.device)[rows] == owners).all()):
+            fitting.append(guess)
+    return fitting[0] if len(fitting) == 1 else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +22,12 @@ from . import operator_table, tensor_notes
 from .batch_positions import is_random
 from .calls import Call
 from .host_values import in_some_order
-from .layout import Layout, layout_on, tag, tag_of
+from .layout import Layout, layout_on, owner_of, tag, tag_of
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
-WRITTEN: dict[Any, Written] = {}  # memory that single samples' rows were written to, in this forward or loss
+# by memory that single samples' rows were written to, in this forward or loss: what was done before to each's rows,
+# and the place of the first write
+WRITTEN: dict[int, tuple[dict[int, list[Any]], str]] = {}
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
@@ -45,32 +46,14 @@ class Piece(NamedTuple):
     samples: frozenset[int]
 
 
-class Written(NamedTuple):
-    """Memory, what was done to the rows of each sample before they were written to it, and the first write's place."""
-
-    memory: weakref.ref[Tensor]
-    samples: dict[int, list[Any]]
-    place: str
-
-
 def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
     """The layout of rows of a tensor picked by constants; a piece, if it holds not all samples alike."""
     if found.mixed or found.order is not None or layout.order is not None or layout.batch <= 1:
         return found
-    if found.alone >= 0:
-        samples = frozenset((found.alone,))
-    else:
-        if found.owner is None:
-            return found._replace(piece=layout.piece)
-        owners = [None if o is None else in_some_order(o) for o in (found.owner, layout.owner)]
-        counts, before = (None if o is None else torch.bincount(o, minlength=layout.batch).tolist() for o in owners)
-        assert counts is not None
-        if before is None:
-            if len(set(counts)) == 1:
-                return found._replace(piece=layout.piece)
-        elif counts == before:
-            return found
-        samples = frozenset(number for number, count in enumerate(counts) if count)
+    counts, before = _rows_of_each(found), _rows_of_each(layout)
+    if counts == before or (layout.owner is None and len(set(counts)) == 1):
+        return found._replace(piece=layout.piece)
+    samples = frozenset(number for number, count in enumerate(counts) if count)
     if layout.piece is not None:
         return found._replace(piece=layout.piece._replace(samples=samples))
     note = source.__dict__.get(tensor_notes.CUT)
@@ -79,6 +62,13 @@ def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
     if note is None or note[1] != source._version:
         note = source.__dict__[tensor_notes.CUT] = (next(_CUTS), source._version)
     return found._replace(piece=Piece(note[0], 0, samples))
+
+
+def _rows_of_each(layout: Layout) -> list[int]:
+    """How many rows each sample has."""
+    if layout.owner is None:
+        return [int(layout.alone in (-1, number)) for number in range(layout.batch)]
+    return torch.bincount(in_some_order(layout.owner), minlength=layout.batch).tolist()
 
 
 def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
@@ -131,43 +121,28 @@ def _target(call: Call) -> Any:
 def _note_write(call: Call) -> None:
     """A sample's rows are written into memory that holds other samples', too: so must be those of all, or none."""
     target, batch, assigns = _target(call), call.batch, call.name == "__setitem__"
-    if not isinstance(target, Tensor):
-        return
-    base = target._base if target._is_view() else target
+    base = target._base if isinstance(target, Tensor) and target._is_view() else target
     source = call.args[2] if assigns else target
     layout = tag_of(source, batch) if isinstance(source, Tensor) else None
-    if layout is None or base is None or (not assigns and base is target):
+    if layout is None or not isinstance(base, Tensor) or (not assigns and base is target):
         return
-    sample, whole = _owner(layout), tag_of(base, batch)
-    if sample < 0 or (whole is not None and _owner(whole) >= 0):
+    whole, piece = tag_of(base, batch), layout.piece
+    if (sample := owner_of(layout)) < 0 or (whole is not None and owner_of(whole) >= 0):
         return
-    piece = layout.piece
     if piece is not None and not assigns:  # (an index holds the sample's own number)
         piece = stamped([piece], call)
-    past = () if piece is None else (piece.past,)
-    known = WRITTEN.get(id(base))
-    if known is None or known.memory() is not base:
-        if known is not None:  # that memory is gone, and what was read of it is not
-            WRITTEN[next(_CUTS), "gone"] = known
-        known = WRITTEN[id(base)] = Written(weakref.ref(base), {}, place_of(users(sys._getframe(1))))
-    known.samples.setdefault(sample, []).append(past)
-
-
-def _owner(layout: Layout) -> int:
-    """The one sample whose all these rows are, or -1."""
-    if layout.mixed or layout.alone >= 0 or layout.owner is None or not len(layout.owner):
-        return -1 if layout.mixed else layout.alone
-    first = int(layout.owner[0])
-    return first if bool((layout.owner == first).all()) else -1
+    memory = base.__dict__.setdefault(tensor_notes.WRITTEN, next(_CUTS))
+    samples, _ = WRITTEN.setdefault(memory, ({}, place_of(users(sys._getframe(1)))))
+    samples.setdefault(sample, []).append(piece and piece.past)
 
 
 def unequally_written(batch: int) -> tuple[str, str]:
     """What is to be warned of, and where, if some samples' rows were written to, and not all of them alike."""
     found = "", ""
-    for written in WRITTEN.values():
-        ways = list(written.samples.values())
+    for samples, place in WRITTEN.values():
+        ways = list(samples.values())
         if not OWN_READS and (len(ways) < batch or any(way != ways[0] for way in ways)):
-            found = f"a write to a single sample's rows {BY_POSITION}", written.place
+            found = f"a write to a single sample's rows {BY_POSITION}", place
     WRITTEN.clear()
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,92 +11,53 @@ from ..utils.pytree import tensors_in
 from . import tensor_notes
 from .batch_slices import cut, joined_rows
 from .calls import Call, Tags, layout_rule
+from .host_values import numbered
+from .index_kinds import brought_back, looked_at
 from .layout import Layout
 from .operator_table import CONCATENATIONS, spellings
-from .propagate import ask, one_row
+from .propagate import ask
 
 T = torch.Tensor
 
 
 @layout_rule(*CONCATENATIONS, joins=True)
 def _cat(call: Call) -> Tags:
-    tensors, dim = call.args[0], call.argument(1, "dim", 0)
+    tensors, dim = call.args[0], call.argument(1, "dim", 0) % call.out.dim()
     layouts = [call.layout(tensor) for tensor in tensors]
-    if any(layout is not None and layout.alone >= 0 for layout in layouts):
-        return _joined(call, list(tensors), dim % call.out.dim())
-    known = [layout for layout in layouts if layout is not None]
-    if not known or dim % call.out.dim() != known[0].dim:
+    if not any(layout is not None and (layout.alone >= 0 or layout.dim == dim) for layout in layouts):
         return ask(call)
-    if len(known) < len(layouts) or len({layout.dim for layout in known}) > 1:
-        return call.all_combined("joins constants to the batch")
-    mixed = next((layout.mixed for layout in known if layout.mixed), "")
-    piece, problem = joined_rows(known)
-    if problem:
-        return call.all_combined(problem, mixed)
-    owner = torch.cat([layout.owners(tensor.device) for layout, tensor in zip(known, tensors, strict=True)])
-    if all(layout.owner is None and layout.outer == 1 and layout.inner == known[0].inner for layout in known):
-        return [(call.out, known[0]._replace(outer=len(known), mixed=mixed))]
-    order = _joined_order(known, call.out.device)
-    whole = Layout(call.batch, known[0].dim, owner=owner, mixed=mixed, order=order, piece=piece)
-    return [(call.out, whole.taken(whole.dim, torch.arange(owner.numel(), device=owner.device)))]
+    given = zip(layouts, tensors, strict=True)
+    return _joined(call, [(found, t.size(dim)) for found, t in given if found is not None or t.numel()], dim)
 
 
-def _joined(call: Call, tensors: list[Tensor], dim: int) -> Tags:
-    """Tensors of one sample each (or rows of samples along `dim`) one after another; empty constants count for none."""
-    known: list[Layout] = []
-    single = all((found := call.layout(tensor)) is None or found.alone >= 0 for tensor in tensors)
-    for tensor in tensors:
-        layout = call.layout(tensor)
-        if layout is None and tensor.numel() == 0:
-            continue
-        layout = None if layout is None else layout.along(dim, tensor.size(dim), tensor.device)
-        if layout is None or layout.dim != dim or layout.mixed:
-            return call.all_combined("joins rows of different samples")
-        known.append(layout)
+@layout_rule(torch.stack, torch._C._nn.pad_sequence, joins=True)
+def _side_by_side(call: Call) -> Tags:
+    """Tensors of one sample each (those of a loop, padded perhaps), or of the whole batch."""
+    if all(layout.alone < 0 for _, layout in call.inputs()):
+        return ask(call)
+    dim = call.argument(1, "dim", 0) % call.out.dim()
+    if call.name == "pad_sequence":
+        dim = 0 if call.argument(1, "batch_first", False) else 1
+        call.out.__dict__[tensor_notes.LONGEST] = 1 - dim
+    layouts = [None if found is None or found.alone < 0 else found for found in map(call.layout, call.args[0])]
+    return _joined(call, [(found and found._replace(size_from_data=False), 1) for found in layouts], dim)
+
+
+def _joined(call: Call, parts: Sequence[tuple[Layout | None, int]], dim: int) -> Tags:
+    """Rows of samples along a dimension (so many of a tensor of one sample), one part after another."""
     device = call.out.device
-    parts = [found for tensor in tensors if (found := call.layout(tensor)) is not None] if single else known
-    piece, problem = joined_rows(parts)  # of single samples that went different ways a note is left
+    known = [found.along(dim, size, device) for found, size in parts if found is not None]
+    mixed = next((layout.mixed for layout in known if layout.mixed), "")
+    if len(known) < len(parts) or mixed or any(layout.dim != dim for layout in known):
+        return call.all_combined("joins rows of different samples", mixed)
+    piece, problem = joined_rows([found for found, _ in parts if found is not None])
     if problem:
         return call.all_combined(problem)
     owner = torch.cat([layout.owners(device) for layout in known])
-    places, inferred = any(layout.is_row_index for layout in known), any(layout.inferred for layout in known)
+    places, inferred = any(layout.is_row_index for layout in known), max(layout.inferred for layout in known)
     order = _joined_order(known, device)
     whole = Layout(call.batch, dim, owner=owner, order=order, is_row_index=places, inferred=inferred, piece=piece)
-    return [(call.out, whole.taken(dim, torch.arange(owner.numel(), device=device)))]
-
-
-@layout_rule(torch.stack, joins=True)
-def _stack(call: Call) -> Tags:
-    """A loop's results put together again, or tensors of the whole batch side by side."""
-    tensors, dim = call.args[0], call.argument(1, "dim", 0)
-    if all(layout.alone < 0 for _, layout in call.inputs()):
-        return ask(call)
-    dim = dim % call.out.dim()
-    known = [call.layout(tensor) for tensor in tensors]
-    if any(layout is None or layout.alone < 0 for layout in known):
-        return call.all_combined("joins rows of different samples")
-    joined_rows([layout for layout in known if layout is not None])
-    owner = torch.tensor([layout.alone for layout in known if layout is not None], device=call.out.device)
-    places, inferred = (any(getattr(layout, name) for layout in known) for name in ("is_row_index", "inferred"))
-    whole = Layout(call.batch, dim, owner=owner, is_row_index=places, inferred=inferred)
-    return [(call.out, whole.taken(dim, torch.arange(len(owner), device=owner.device)))]
-
-
-@layout_rule(torch._C._nn.pad_sequence, joins=True)
-def _pad_sequence(call: Call) -> Tags:
-    """Rows [t_b, ...] of one sample each, padded to the longest and put side by side."""
-    tensors, batch_first = call.args[0], call.argument(1, "batch_first", False)
-    known = [call.layout(tensor) for tensor in tensors]
-    if all(layout is None or layout.alone < 0 for layout in known):
-        return ask(call)
-    owners = [-1 if layout is None or layout.mixed or layout.is_row_index else layout.alone for layout in known]
-    if -1 in owners:
-        return call.all_combined("joins rows of different samples")
-    owner = torch.tensor(owners, device=call.out.device)
-    inferred = any(layout is not None and layout.inferred for layout in known)
-    call.out.__dict__[tensor_notes.LONGEST] = 1 if batch_first else 0
-    whole = Layout(call.batch, 0 if batch_first else 1, owner=owner, inferred=inferred)
-    return [(call.out, whole.taken(whole.dim, torch.arange(len(owner), device=owner.device)))]
+    return [(call.out, whole.taken(dim, numbered(owner.numel(), device)))]
 
 
 def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
@@ -118,22 +81,19 @@ def _split(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim = call.argument(1 if call.name == "unbind" else 2, "dim", 0) if call.name != "__iter__" else 0
     sized = any(found.alone >= 0 for item in tensors_in(call.args[1:2]) if (found := call.layout(item)) is not None)
-    if sized and (layout is None or layout.mixed or layout.alone >= 0 or dim % source.dim() != layout.dim):
-        why = "cuts all samples where the data of some says"
-        return call.all_combined(why)
-    if layout is None or layout.mixed or dim % source.dim() != layout.dim:
-        return ask(call)
+    if layout is None or layout.mixed or layout.alone >= 0 or dim % source.dim() != layout.dim:
+        return call.all_combined("cuts all samples where the data of some says") if sized else ask(call)
     tags: Tags = []
-    start, rows = 0, torch.arange(layout.rows, device=source.device)
-    for number, part in enumerate(call.results()):
-        if part.dim() < source.dim():
-            tags.append((part, one_row(call, part, layout, number)))
-            continue
-        stop = start + part.size(layout.dim)
-        if not layout.may_end(start, stop):
+    seen, _, device = looked_at(layout, (), source.device)
+    rows, start = numbered(layout.rows, device), 0
+    for part in call.results():
+        single = part.dim() < source.dim()
+        taken = rows[start : start + (1 if single else part.size(layout.dim))]
+        start += len(taken)
+        if layout.order is not None and (single or not layout.may_take(taken)):
             tags.append((part, call.combined("cuts rows off an order that depends on other samples")))
-        else:
-            found = cut(source, layout, layout.taken(layout.dim, rows[start:stop]))
-            tags.append((part, found._replace(size_from_data=found.size_from_data or (sized and found.alone >= 0))))
-        start = stop
+            continue
+        found = seen.of_sample(int(seen.owners(device)[taken[0]])) if single else seen.taken(layout.dim, taken)
+        found = cut(source, layout, brought_back(found, source.device))
+        tags.append((part, found._replace(size_from_data=found.size_from_data or (sized and found.alone >= 0))))
     return tags

@@ -2,7 +2,7 @@
 
 A sample may pick among its own rows (the tokens that it sends to an expert); a choice that depends on other
 samples mixes them. Whole numbers made of places are told by value: columns of `nonzero()`, and rows numbered within
-their own group.
+their own group (the patches of Qwen3-VL's images).
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from torch import Tensor
 
 from . import operator_table, tensor_notes
 from .calls import Call, Tags
-from .host_values import at, both_known, is_asked, is_order, made_known, on_host
+from .host_values import at, both_known, is_order, made_known, on_host
 from .layout import Layout, spread
 
 
 class Entry(NamedTuple):
     """One tensor of an index: the layout written on it, whose sample each element is, and the order it gives.
 
-    own: sample of each element (-1: of all), or None for a constant; order: see `Layout.order`.
+    own: sample of each element (-1: of all), or None for a constant; order: see `Layout.order`; mask: whether these are
+    the coordinates at which a mask holds.
     """
 
     tensor: Tensor
     layout: Layout | None
     own: Tensor | None
     order: Tensor | None
+    mask: bool = False
 
 
 def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]:
@@ -61,7 +63,7 @@ def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[
         if item.dtype == torch.bool and item.dim():
             coordinates, own, order = found_in(item, layout)
             for coordinate in coordinates:
-                entries[len(items)] = Entry(coordinate, layout, own, order)
+                entries[len(items)] = Entry(coordinate, layout, own, order, mask=True)
                 items.append(coordinate)
             continue
         own = None
@@ -93,17 +95,24 @@ def found_in(
     return coordinates, layout.owners(mask.device)[rows], group
 
 
-def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:
-    """Why a choice of rows mixes samples, or ''. position: of the entry along the samples, rows laid as `layout`."""
-    picked = entries[position].tensor
-    chosen = at(layout.owners(picked.device), picked)
-    for entry in entries.values():
-        if entry.layout is not None and entry.layout.mixed:
-            if entry.tensor is picked and _covers_evenly(picked, layout.rows) and entry.layout.is_row_index:
-                continue
-            return "picks rows by what other samples hold"
-        if entry.own is not None and not _same(entry.own, chosen):
-            return "picks rows of one sample by another's data"
+def problem_of(entries: dict[int, Entry], along: Any, layout: Layout) -> str:
+    """Why an index mixes samples, or ''. along: what stands in it for the samples' dimension, rows laid as `layout`."""
+    known = [entry for entry in entries.values() if entry.layout is not None]
+    if known and isinstance(along, Tensor | int):
+        places = along if isinstance(along, Tensor) else torch.tensor(along, device=known[0].tensor.device)
+        chosen = at(layout.owners(places.device), places)
+        for entry in known:
+            if entry.layout.mixed:  # type: ignore[union-attr]
+                whole = entry.tensor is along and _covers_evenly(along, layout.rows)
+                if not (whole and entry.layout.is_row_index):  # type: ignore[union-attr]
+                    return "picks rows by what other samples hold"
+            elif entry.own is not None and not _same(entry.own, chosen):
+                return "picks rows of one sample by another's data"
+        return ""
+    if not all(entry.layout.mixed and entry.layout.is_row_index for entry in known):  # type: ignore[union-attr]
+        return "indexes all samples by one sample's data"
+    if any(entry.tensor.numel() > 1 and not entry.mask for entry in known):
+        return "picks of each sample what occurs in the batch"
     return ""
 
 
@@ -118,22 +127,22 @@ def order_of(entries: dict[int, Entry], rows: int) -> Tensor | None:
     return None
 
 
-def index_on_host(items: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], Layout] | None:
-    """An index of numbers that are known without asking a device for them, and the layout that it looks up, on the CPU;
-    None of any other, and on the CPU."""
-    tensors = [item for item in items if isinstance(item, Tensor)]
+def looked_at(
+    layout: Layout, items: tuple[Any, ...], device: torch.device
+) -> tuple[Layout, tuple[Any, ...], torch.device]:
+    """A layout and an index of its rows where they can be looked at without waiting for a device: on the CPU, if all
+    their numbers are known there; as they are, of any other."""
     owner = None if layout.owner is None else on_host(layout.owner)
-    if layout.order is not None or (owner is None) is not (layout.owner is None) or not any(map(is_asked, tensors)):
-        return None
-    found = [on_host(item) if isinstance(item, Tensor) else item for item in items]
-    if any(isinstance(item, Tensor) and host is None for item, host in zip(items, found, strict=True)):
-        return None
-    return tuple(found), layout._replace(owner=owner)
+    found = tuple(on_host(item) if isinstance(item, Tensor) else item for item in items)
+    known = layout.order is None and (owner is None) is (layout.owner is None)
+    if known and not any(given is not None and item is None for given, item in zip(items, found, strict=True)):
+        return layout._replace(owner=owner), found, torch.device("cpu")
+    return layout, items, device
 
 
-def brought_back(layout: Layout | None, device: torch.device) -> Layout | None:
+def brought_back(layout: Layout, device: torch.device) -> Layout:
     """A layout that was found on the CPU, with its owners on the device of its rows."""
-    if layout is None or layout.owner is None:
+    if layout.owner is None or layout.owner.device == device:
         return layout
     owner = layout.owner
     return layout._replace(owner=made_known(owner.to(device), lambda: owner))

@@ -1,9 +1,14 @@
-"""Layout rules of functions that write or add rows by index."""
+"""Layout rules of functions that write or add rows by index.
+
+Every one of them is looked at as `target[index] = values`: of which sample's rows the written elements are is seen on
+the samples of the target's rows, indexed in the same way, and must be what the values and the index say. A constant
+becomes data by what is written into it, if its rows then lie in a way that is known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,52 +22,119 @@ from .inputs import layouts_marked
 from .layout import NOBODY, Layout, spread
 from .operator_table import spellings
 from .propagate import ask
-from .totals import total_of
 
 T = torch.Tensor
 _MIXES = "writes rows of one sample into another's"
 _GUESSED = f"{_MIXES}, or rows whose samples are not known (assign an input's rows to samples by fastdp.mark_rows)"
+_ORDERED = "writes by position to or from rows whose order depends on the data"
+
+
+class Write(NamedTuple):
+    """places: of a tensor of the target's shape, the elements that are written; owners: the sample of each of these, by
+    the values and by the index; source: the values' layout; by_data: data are among the index."""
+
+    target: Tensor
+    places: Callable[[Tensor], Tensor]
+    owners: list[Tensor]
+    source: Layout | None
+    by_data: bool
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether every sample's rows go into its own rows, if the target's rows lie so."""
+        written = self.places(spread(layout.owners(self.target.device), layout.dim, self.target.shape))
+        return all(_agree(written, own) for own in self.owners)
+
+
+def _agree(written: Tensor, own: Tensor) -> bool:
+    try:
+        return bool((written == own).all())
+    except RuntimeError:  # of shapes that do not fit
+        return False
+
+
+# --------------------------------------------------------------------------- target[index] = values
 
 
 @layout_rule(T.__setitem__, by_value=True, picks=True, joins=True)
 def _setitem(call: Call) -> Tags:
     target, index, value = call.args
-    layout, source = call.layout(target), call.layout(value)
-    items, entries = expanded(call, index_tuple(call, index, target.device))
-    one = len(items) == 1 and 0 in entries and target.dim() > 0
-    all_anew = one and is_order(entries[0].tensor, target.size(0))
-    if all_anew and not call.kwargs:
-        _note_numbers(target, entries[0].tensor, value)
-    found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
-    if found is None and layout is not None and _by_place(layout, source, target, items):
-        return [(target, call.combined(BY_POSITION))]
-    if source is None and found is None and (layout is None or layout.order is None):
-        return [(target, layout)]
-    if any(one is not None and one.order is not None for one in (layout, source)):
-        if not _ordered_rows_may_go(call, layout, source, items, entries):
-            why = "writes by position to or from rows whose order depends on the data"
-            return [(target, call.combined(why))]
-    known = [one for one in (layout, source, *[entry.layout for entry in entries.values()]) if one is not None]
-    mixed = next((one.mixed for one in known if one.mixed), "")
-    if layout is not None and layout.alone >= 0:  # all of one sample, and something else
-        mixed = mixed or call.mixed(_MIXES)
-    if mixed:
-        return [
-            (target, Layout(call.batch, mixed=mixed, is_row_index=all(one.is_row_index for one in known if one.mixed)))
-        ]
-    # (of rows that are known to be all written anew, `_new_layout` says the same)
-    if layout is not None and not all_anew and _written_by_itself(call, layout, source, items, entries):
-        return [(target, layout)]
-    return [(target, _new_layout(call, layout, source, items, entries))]
+    return [(target, _assigned(call, target, index_tuple(call, index, target.device), value))]
 
 
 @layout_rule(*spellings("index_put", "index_put_"), by_value=True, picks=True, joins=True)
 def _index_put(call: Call) -> Tags:
-    """target.index_put(indices, value): as target[indices] = value, added up or not."""
     target, index, value = (call.argument(i, n) for i, n in enumerate(("input", "indices", "values")))
-    kwargs = {"accumulate": bool(call.argument(3, "accumulate", False))}
-    same = Call(T.__setitem__, (target, tuple(index), value), kwargs, call.batch, call.path)
-    return [(call.out, layout) for _, layout in _setitem(same)]
+    return [(call.out, _assigned(call, target, tuple(index), value, bool(call.argument(3, "accumulate", False))))]
+
+
+@layout_rule(
+    *spellings("index_fill", "index_fill_", "index_copy", "index_copy_"), by_value=True, picks=True, joins=True
+)
+@layout_rule(*spellings("index_add", "index_add_"), by_value=True, picks=True, joins=True)
+@layout_rule(*spellings("index_reduce", "index_reduce_"), by_value=True)
+def _index_add(call: Call) -> Tags:
+    target, dim, index = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index")))
+    value = call.argument(3, "value" if "fill" in call.name else "source")
+    if not index.dim():
+        index = index.reshape(1)
+        by = call.layout(call.argument(2, "index"))
+        call.knows(index, by and by.along(0, 1, index.device))
+    adds = "add" in call.name or "reduce" in call.name
+    return [(call.out, _assigned(call, target, (*[slice(None)] * (dim % target.dim()), index), value, adds))]
+
+
+def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, adds: bool = False) -> Layout | None:
+    """The layout of the target once target[index] = value (added up, if `adds`)."""
+    layout, source = call.layout(target), call.layout(value)
+    items, entries = expanded(call, index)
+    by = [entry for entry in entries.values() if entry.layout is not None]
+    first = entries.get(0) if len(items) == 1 and target.dim() else None
+    all_anew = first is not None and not adds and is_order(first.tensor, target.size(0))
+    if all_anew:
+        _note_numbers(target, items[0], value)
+    if not by and layout is not None and _by_place(layout, source, target, items):
+        return call.combined(BY_POSITION)
+    if source is None and not by and (layout is None or layout.order is None):
+        return layout
+    if not by and any(one is not None and one.order is not None for one in (layout, source)):
+        if not _ordered_rows_may_go(layout, source, target, items, value):
+            return call.combined(_ORDERED)
+    known = [one for one in (layout, source, *[entry.layout for entry in by]) if one is not None]
+    mixed = [one for one in known if one.mixed]
+    if mixed or (layout is not None and layout.alone >= 0):  # all of one sample, and something else
+        why = mixed[0].mixed if mixed else call.mixed(_MIXES)
+        return Layout(call.batch, mixed=why, is_row_index=all(one.is_row_index for one in mixed))
+    write = Write(target, lambda t: t[items], [], source, bool(by))
+    if source is not None:
+        rows = source.owners(target.device) if source.alone < 0 else torch.tensor([source.alone], device=target.device)
+        write.owners.append(
+            spread(rows, source.dim, [rows.numel() if d == source.dim else 1 for d in range(value.dim())])
+        )
+    write.owners.extend(_aligned(entry.own, entries, items, target) for entry in by if entry.own is not None)
+    if layout is not None and not all_anew and write.fits(layout):
+        return layout
+    if first is not None and (layout is None or not adds):
+        new = _in_new_order(call, target, first.tensor, first.own, source, isinstance(value, Tensor))
+        if new is not None:
+            return new
+    if layout is not None:
+        return call.combined(_MIXES)
+    numbers = [dim for dim, item in enumerate(items) if isinstance(item, int)]  # out[b] = ..., out[b, i] = ...
+    return _of_constant(call, write, None, numbers) or _occurring(call, source, adds)
+
+
+def _occurring(call: Call, source: Layout | None, adds: bool) -> Layout:
+    """Of a constant in which data marks which choices occur: that may pick rows, and must not become numbers."""
+    if source is not None or adds:
+        return call.combined(_MIXES)
+    return call.combined("marks which choices occur among the samples")._replace(is_row_index=True)
+
+
+def _aligned(own: Tensor, entries: dict[int, Entry], items: tuple[Any, ...], target: Tensor) -> Tensor:
+    """The sample of each element of an index, as the elements that it names lie."""
+    before = sum(item is None or isinstance(item, slice) for item in items[: min(entries)])
+    behind = target[items].dim() - own.dim() - before
+    return own.view(*own.shape, *[1] * max(behind, 0))
 
 
 def _note_numbers(target: Tensor, index: Tensor, value: Any) -> None:
@@ -84,57 +156,14 @@ def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tupl
 
 
 def _ordered_rows_may_go(
-    call: Call, layout: Layout | None, source: Layout | None, items: tuple[Any, ...], entries: dict[int, Entry]
+    layout: Layout | None, source: Layout | None, target: Tensor, items: tuple[Any, ...], value: Any
 ) -> bool:
-    """Whether rows whose order the data made are all written, each alike, or by an index that is data too."""
-    value = call.args[2]
-    if any(entry.layout is not None for entry in entries.values()):
-        return True
+    """Whether constants say of rows whose order the data made only that all are written, each alike."""
     if source is not None:  # to a constant: `_in_new_order` keeps the order
-        return layout is None and len(items) == 1 and 0 in entries and permutes(entries[0].tensor, len(call.args[0]))
-    assert layout is not None
-    everywhere = all(item == slice(None) for item in items[: layout.dim + 1] if item is not Ellipsis)
-    return everywhere and not entries and (not isinstance(value, Tensor) or value.numel() == 1)
-
-
-def _new_layout(
-    call: Call, layout: Layout | None, source: Layout | None, items: tuple[Any, ...], entries: dict[int, Entry]
-) -> Layout | None:
-    """A constant becomes data by what is written into it; rows that are all written anew change their samples."""
-    target, value = call.args[0], call.args[2]
-    entry = entries.get(0)
-    if len(items) == 1 and entry is not None and (layout is None or not call.kwargs.get("accumulate")):
-        new = _in_new_order(call, target, entry.tensor, entry.own, source, isinstance(value, Tensor))
-        if new is not None:
-            return new
-    if layout is None:
-        guesses = [
-            Layout(call.batch, dim, 1, size // call.batch)
-            for dim, size in enumerate(target.shape)
-            if size and size % call.batch == 0
-        ]
-        fitting = [guess for guess in guesses if _written_by_itself(call, guess, source, items, entries)]
-        by_number = [g for g in fitting if g.dim < len(items) and isinstance(items[g.dim], int)]  # out[b] = ...
-        by_number = [g for g in by_number if g.inner == 1] or by_number  # out[b, i] = ...
-        if not fitting and entry is not None and len(items) == 1 and (found := _by_rows(call, entry, source)):
-            return found
-        if len(fitting) == 1 or len(by_number) == 1:  # what is not written yet may count as anyone's
-            return (by_number or fitting)[0]
-        if source is None and not fitting:
-            why = "marks which choices occur among the samples"  # may pick rows; must not become numbers
-            return Layout(call.batch, mixed=call.mixed(why), is_row_index=True)
-    return call.combined(_MIXES)
-
-
-def _by_rows(call: Call, entry: Entry, source: Layout | None) -> Layout | None:
-    """target[index] = rows of data, to a constant; accumulated or not."""
-    index, own = entry.tensor, entry.own
-    if source is None or source.dim != 0 or index.dim() != 1 or source.alone >= 0 or source.order is not None:
-        return None
-    rows = source.owners(index.device)
-    if rows.shape != index.shape or (own is not None and not torch.equal(own, rows)):
-        return None
-    return of_constant(call, call.args[0], 0, index, rows, own is None, source)
+        return layout is None and len(items) == 1 and isinstance(items[0], Tensor) and permutes(items[0], len(target))
+    everywhere = layout is not None and all(item == slice(None) for item in items[: layout.dim + 1] if item is not ...)
+    tensors = any(isinstance(item, Tensor) for item in items)
+    return everywhere and not tensors and (not isinstance(value, Tensor) or value.numel() == 1)
 
 
 def _in_new_order(
@@ -144,11 +173,9 @@ def _in_new_order(
 
     own: sample of each element of the index, None for constants; by_position: the rows written are a tensor's.
     """
-    if not permutes(index, target.size(0)):
+    if not permutes(index, target.size(0)) or (source is not None and source.alone >= 0):
         return None
     owners = own
-    if source is not None and source.alone >= 0:
-        return None
     if source is not None:
         rows = source.owners(target.device)
         owners = rows if source.dim == 0 and (own is None or same_numbers(rows, own)) else None
@@ -160,90 +187,83 @@ def _in_new_order(
         numbers.of(new)
     places = source.is_row_index if source is not None else by_position and not target.is_floating_point()
     found = Layout(call.batch, 0, owner=new, is_row_index=places).taken(0, numbered(len(new), new.device))
-    return found if found.owner is None else found._replace(order=torch.zeros_like(new))
+    fixed = found.owner is None or (
+        own is None and source is not None and source.order is None and torch.equal(new, owners)
+    )
+    return found if fixed else found._replace(order=torch.zeros_like(new))
 
 
-def _written_by_itself(
-    call: Call, layout: Layout, source: Layout | None, items: tuple[Any, ...], entries: dict[int, Entry]
-) -> bool:
-    """Whether target[index] = value writes every sample's rows into its own rows."""
-    target, value = call.args[0], call.args[2]
-    written = spread(layout.owners(target.device), layout.dim, target.shape)[items]
-    if source is not None and source.alone >= 0:
-        if not bool((written == source.alone).all()):
-            return False
-    elif source is not None:
-        rows = source.owners(target.device)
-        if not _agrees(written, spread(rows, source.dim, torch.Size(_shape(source, value)))):
-            return False
-    own = [entry.own for entry in entries.values() if entry.own is not None]
-    return all(_rows_agree(written, rows, entries, items) for rows in own)
+# --------------------------------------------------------------------------- constants that become data
 
 
-def _shape(source: Layout, value: Tensor) -> list[int]:
-    return [source.rows if dim == source.dim else 1 for dim in range(value.dim())]
+def note_shape(tensor: Tensor, layout: Layout | None) -> None:
+    """Note on a constant made by data of this layout (`h.new_zeros(h.shape)`) that it has as many rows."""
+    if layout is None or layout.mixed or layout.alone >= 0:
+        return
+    if tensor.shape[layout.dim : layout.dim + 1] == (layout.rows,):
+        tensor.__dict__[tensor_notes.SHAPED] = Layout(*layout[:5])
 
 
-def _agrees(written: Tensor, rows: Tensor) -> bool:
-    try:
-        return bool((written == rows).all())
-    except RuntimeError:
-        return False
+def _shape_of(tensor: Tensor, batch: int) -> Layout | None:
+    """What was noted of a constant's shape."""
+    layout: Layout | None = tensor.__dict__.get(tensor_notes.SHAPED)
+    return layout if layout is not None and layout.batch == batch else None
 
 
-def _rows_agree(written: Tensor, own: Tensor, entries: dict[int, Entry], items: tuple[Any, ...]) -> bool:
-    """Whether the elements that an index of data names belong to the sample that names them."""
-    first = min(entries)
-    before = sum(item is None or isinstance(item, slice) for item in items[:first])
-    view = own.view(*own.shape, *[1] * (written.dim() - own.dim() - before)) if written.dim() >= own.dim() else own
-    return _agrees(written, view)
+def _of_constant(call: Call, write: Write, dim: int | None = None, numbers: Sequence[int] = ()) -> Layout | None:
+    """The layout of a constant once data is written to it; None: two samples' meet.
 
-
-def _added_up(call: Call, others: tuple[Layout | None, ...], rows: Layout | None, dim: int) -> Tags | None:
-    """Of what adds all samples' rows to a constant's only place; None of any other call."""
-    adds = "add" in call.name or (call.name.startswith("scatter_reduce") and call.argument(4, "reduce") == "sum")
-    if not adds or others != (None, None) or rows is None or rows.dim != dim or call.out.size(dim) != 1:
+    dim: the only one along which the samples may lie; numbers: those that the index names by one number each.
+    """
+    fitting = [one for one in _candidates(call.batch, write) if dim in (None, one.dim) and write.fits(one)]
+    shaped = _shape_of(write.target, call.batch)
+    if shaped is not None and fitting and fitting[0] == shaped:
+        return shaped
+    by_number = [one for one in fitting if one.dim in numbers]
+    by_number = [one for one in by_number if one.inner == 1] or by_number
+    if by_number or len({one.dim for one in fitting}) == 1:  # what is not written yet may count as anyone's
+        return (by_number or fitting)[0]
+    if fitting or write.by_data or not write.owners:  # which rows nobody wrote to would depend on the data
         return None
-    return [(call.out, total_of(call, call.out, rows, "sum"))]
+    return _filled(call, write, (write.source.dim if write.source is not None else 0) if dim is None else dim)
 
 
-@layout_rule(*spellings("index_fill", "index_fill_"), by_value=True, picks=True, joins=True)
-@layout_rule(*spellings("index_reduce", "index_reduce_"), by_value=True)
-@layout_rule(*spellings("index_add", "index_add_", "index_copy", "index_copy_"), by_value=True, picks=True, joins=True)
-def _index_add(call: Call) -> Tags:
-    target, dim, index, source = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
-    layout, rows, by = call.layout(target), call.layout(source), call.layout(index)
-    dim, index = dim % target.dim(), index.reshape(-1)
-    if any(one is not None and one.alone >= 0 for one in (layout, rows, by)):
-        rows, by = (
-            one if one is None else one.along(d, t.size(d) if t.dim() else 1, t.device)
-            for one, d, t in ((rows, dim, source), (by, 0, index))
-        )
-        if layout is not None and layout.alone >= 0:
-            return call.all_combined("adds rows of one sample to another's")
-    known = [one for one in (layout, rows) if one is not None]
-    mixed = next((one.mixed for one in known if one.mixed), "")
-    if mixed:
-        return [(call.out, Layout(call.batch, mixed=mixed))]
-    if by is None and any(one.order is not None for one in known):
-        return call.all_combined("meets rows by position whose order depends on the data")
-    if rows is None and by is None:
-        return [(call.out, layout)]
-    if rows is not None and dim != rows.dim and by is None:
-        if layout is None or (layout.dim == rows.dim and layout.same_rows(rows, target.device)):
-            return [(call.out, rows)]
-    if (found := _added_up(call, (layout, by), rows, dim)) is not None:
-        return found
-    if layout is None:
-        own = (rows or by).owners(target.device)  # type: ignore[union-attr]
-        if (rows is None or rows.dim == dim) and own.shape == index.shape:
-            layout = of_constant(call, target, dim, index, own, by is None, rows)
-    if layout is not None and layout.dim == dim and (rows is None or rows.dim == dim):
-        own = (rows or by or layout).owners(target.device)
-        written = layout.owners(target.device)[index]
-        if torch.equal(written, own) and (by is None or by.mixed or torch.equal(written, by.owners(target.device))):
-            return [(call.out, layout)]
-    return call.all_combined("adds rows of one sample to another's")
+def _candidates(batch: int, write: Write) -> Iterator[Layout]:
+    shape, like = write.target.shape, write.source
+    shaped = _shape_of(write.target, batch)
+    if shaped is not None and shape[shaped.dim : shaped.dim + 1] == (shaped.rows,):
+        yield shaped
+    for dim, size in enumerate(shape):
+        if size and size % batch == 0:
+            yield Layout(batch, dim, 1, size // batch)
+    marked = [layout for layout in layouts_marked(batch, write.target.device) if shape[:1] == (layout.rows,)]
+    yield from marked
+    if like is not None and like.alone < 0 and like.order is None and shape[like.dim : like.dim + 1] == (like.rows,):
+        yield Layout(*like[:5])
+
+
+def _filled(call: Call, write: Write, dim: int) -> Layout | None:
+    """Rows of a constant as those of the samples that wrote to them, constants saying which; rows that nobody wrote to
+    count to the sample of the row before, the first ones to that of the row after."""
+    target, device = write.target, write.target.device
+    if dim >= target.dim():
+        return None
+    numbers = torch.arange(target.size(dim), device=device)
+    rows = write.places(spread(numbers, dim, target.shape))
+    try:
+        own = write.owners[0].expand_as(rows)
+    except RuntimeError:
+        return None
+    owner = torch.full_like(numbers, NOBODY)
+    owner[rows.flatten()] = own.flatten()
+    if not rows.numel() or not torch.equal(owner[rows], own):
+        return None
+    last = torch.where(owner == NOBODY, -1, numbers).cummax(0).values
+    owner = owner[last.clamp(min=int((owner != NOBODY).nonzero()[0]))]
+    return Layout(call.batch, dim, owner=owner).taken(dim, numbers)
+
+
+# --------------------------------------------------------------------------- element by element
 
 
 @layout_rule(
@@ -254,35 +274,27 @@ def _index_add(call: Call) -> Tags:
 def _scatter(call: Call) -> Tags:
     """Elements to target[index] along a dimension: to rows of their own sample, where it is the samples'."""
     target, dim, index = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index")))
-    source = call.argument(3, "src")
-    layout, by = call.layout(target), call.layout(index)
-    rows = call.layout(source)
+    source, dim = call.argument(3, "src"), dim % target.dim()
+    layout, by, rows = call.layout(target), call.layout(index), call.layout(source)
     known = [one for one in (layout, by, rows) if one is not None]
-    dim = dim % target.dim()
     if any(one.mixed for one in known) or all(one.dim != dim for one in known):
         return ask(call)
     if by is None and any(one.order is not None for one in known):
-        return call.all_combined("meets rows by position whose order depends on the data")
-    if (found := _added_up(call, (layout, by), rows, dim)) is not None:
-        return found
+        return call.all_combined(_ORDERED)
     replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
     if target.dim() == 1 and (layout is None or replaces):
         own = by.owners(index.device) if by is not None else None
         new = _in_new_order(call, target, index, own, rows, isinstance(source, Tensor))
         if new is not None:
             return [(call.out, new)]
-    if layout is None and all(one.dim == dim for one in known):
-        own = spread(known[-1].owners(target.device)[: index.size(dim)], dim, index.shape)
-        layout = of_constant(call, target, dim, index, own, by is None, rows)
-    if layout is None or any(one.dim != dim for one in (layout, *known)):
+    if any(one.dim != dim for one in known):
         return call.all_combined(_MIXES)
-    written = layout.owners(target.device)[index]
-    for one in (by, rows):
-        if one is not None:
-            own = spread(one.owners(target.device)[: index.size(dim)], dim, index.shape)
-            if own.shape != written.shape or not torch.equal(own, written):
-                return call.all_combined(_MIXES)
-    return [(call.out, layout)]
+    cut = tuple(slice(size) for size in index.shape)
+    owners = [spread(one.owners(target.device), dim, t.shape)[cut] for one, t in ((rows, source), (by, index)) if one]
+    write = Write(target, lambda t: t.gather(dim, index), owners, rows, by is not None)
+    if layout is not None:
+        return [(call.out, layout if write.fits(layout) else call.combined(_MIXES))]
+    return [(call.out, _of_constant(call, write, dim) or call.combined(_MIXES))]
 
 
 @layout_rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True, joins=True)
@@ -293,81 +305,17 @@ def _masked_scatter(call: Call) -> Tags:
     known = [one for one in (layout, by, rows) if one is not None]
     if any(one is not None and one.alone >= 0 for one in (layout, by)):
         return call.all_combined(_GUESSED)
-    mixed = next((one.mixed for one in known if one.mixed), "")
+    mixed = any(one.mixed for one in known)
     if rows is None or mixed:
         tags = ask(call)
         taken = not mixed and any(found is not None and found.mixed for _, found in tags)
         return call.all_combined(_GUESSED) if taken else tags
-    own = layout or by or shape_of(target, call.batch)
-    if own is not None and source.dim():
-        rows = rows.along(0, source.size(0), source.device)
-        dim = own.dim + call.out.dim() - (mask if layout is None and by is not None else target).dim()
-        owners = spread(own.owners(target.device), dim, call.out.shape)
-        places = owners[mask.expand(call.out.shape)]
-        sources = spread(rows.owners(target.device), rows.dim, source.shape).flatten()[: places.numel()]
-        same = by is None or by.same_rows(own, target.device)
-        if same and torch.equal(places, sources):
-            return [(call.out, own._replace(dim=dim, is_row_index=False))]
-    return call.all_combined(_GUESSED)
-
-
-def note_shape(tensor: Tensor, layout: Layout | None) -> None:
-    """Note on a constant made by data of this layout (`h.new_zeros(h.shape)`) that it has as many rows."""
-    if layout is None or layout.mixed or layout.alone >= 0:
-        return
-    if tensor.shape[layout.dim : layout.dim + 1] == (layout.rows,):
-        tensor.__dict__[tensor_notes.SHAPED] = Layout(
-            layout.batch, layout.dim, layout.outer, layout.inner, layout.owner
-        )
-
-
-def shape_of(tensor: Tensor, batch: int) -> Layout | None:
-    """What was noted of a constant's shape."""
-    layout: Layout | None = tensor.__dict__.get(tensor_notes.SHAPED)
-    return layout if layout is not None and layout.batch == batch else None
-
-
-def of_constant(
-    call: Call, target: Tensor, dim: int, index: Tensor, own: Tensor, by_constants: bool, like: Layout | None
-) -> Layout | None:
-    """The layout of a constant whose rows `index` along dim get data of the samples `own`; None: two samples' meet.
-
-    index, own: of one shape; by_constants: the index is none made of data; like: of the rows that are written.
-    """
-    size = target.size(dim)
-    if index.numel() and (int(index.min()) < -size or int(index.max()) >= size):
-        return None
-    rows = torch.where(index < 0, index + size, index).long()
-    for layout in _candidates(call, target, dim, like):
-        if torch.equal(layout.owners(target.device)[rows], own):
-            return layout
-    if not by_constants:  # which rows nobody wrote to would depend on the data
-        return None
-    found = torch.full((size,), NOBODY, device=target.device)
-    found[rows.flatten()] = own.flatten()
-    if not index.numel() or not torch.equal(found[rows], own):
-        return None
-    owner = _filled(found)
-    return Layout(call.batch, dim, owner=owner).taken(dim, torch.arange(size, device=target.device))
-
-
-def _candidates(call: Call, target: Tensor, dim: int, like: Layout | None) -> Iterator[Layout]:
-    size, batch = target.size(dim), call.batch
-    shaped = shape_of(target, batch)
-    if shaped is not None and shaped.dim == dim and shaped.rows == size:
-        yield shaped
-    if size and size % batch == 0:
-        yield Layout(batch, dim, 1, size // batch)
-    for layout in layouts_marked(batch, target.device):
-        if layout.rows == size:
-            yield layout._replace(dim=dim)
-    if like is not None and like.rows == size and like.order is None:
-        yield Layout(batch, dim, like.outer, like.inner, like.owner)
-
-
-def _filled(owner: Tensor) -> Tensor:
-    """Rows of nobody counted to the sample of the row before, the first ones to that of the row after."""
-    rows = torch.arange(len(owner), device=owner.device)
-    last = torch.where(owner == NOBODY, rows.new_full((), -1), rows).cummax(0).values
-    first = int((owner != NOBODY).nonzero()[0])
-    return owner[last.clamp(min=first)]
+    own = layout or by or _shape_of(target, call.batch)
+    if own is None or not source.dim() or not (by is None or by.same_rows(own, target.device)):
+        return call.all_combined(_GUESSED)
+    rows = rows.along(0, source.size(0), source.device)
+    own = own._replace(dim=own.dim + call.out.dim() - (mask if layout is None and by is not None else target).dim())
+    places = spread(own.owners(target.device), own.dim, call.out.shape)[mask.expand(call.out.shape)]
+    sources = spread(rows.owners(target.device), rows.dim, source.shape).flatten()[: places.numel()]
+    same = torch.equal(places, sources)
+    return [(call.out, own._replace(is_row_index=False))] if same else call.all_combined(_GUESSED)

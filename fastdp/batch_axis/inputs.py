@@ -3,7 +3,6 @@ the user states which sample each row of a tensor belongs to."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import BatchLayoutError, StepError
 from . import current_batch, tensor_notes
@@ -102,26 +102,7 @@ def outputs_apart(out: Any, chosen: Callable[[Tensor], bool]) -> Any:
         tag(apart, layout_on(tensor))
         return apart
 
-    return _rebuilt(out, view)
-
-
-def _rebuilt(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if type(value) is dict:
-        return {key: _rebuilt(item, function) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_rebuilt(item, function) for item in value]
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    names = getattr(value, "__dataclass_fields__", ())
-    whole = copy.copy(value) if names else value
-    for name in names:
-        item = getattr(value, name)
-        if nested_tensors(item):
-            setattr(whole, name, _rebuilt(item, function))
-    return whole
+    return tree_map_only(Tensor, view, out)
 
 
 def tag_packed(values: Any, batch: int) -> None:

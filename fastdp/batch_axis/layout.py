@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from . import generations
 from .generations import Generation, is_forgotten, is_past, pickled, unpickled
-from .host_values import at, in_some_order, made_known, on_host, same_numbers
+from .host_values import at, in_some_order, made_known, numbered, on_host, same_numbers
 from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, OF_LABELS, PRESUMED, RELAID, TAGGED_AT, TOKEN, hold, storage_of
 
 NOBODY = -1  # owner of memory that no sample was written to
@@ -104,8 +104,8 @@ class Layout(NamedTuple):
         kept = self._replace(dim=dim, outer=1, inner=1, owner=owner, order=order)
         if order is None and not self.mixed and is_one(owner):
             return self.of_sample(int(in_some_order(owner)[0]))
-        each = rows_each(owner, self.batch) if order is None else 0
-        return kept._replace(owner=None, inner=each) if each else kept
+        regular = regular_rows(owner, self.batch) if order is None else None
+        return kept._replace(owner=None, outer=regular[0], inner=regular[1]) if regular else kept
 
     def of_sample(self, sample: int, sized: bool = False) -> Layout:
         """Layout of a tensor made of this one sample."""
@@ -138,12 +138,6 @@ class Layout(NamedTuple):
         times = torch.bincount(rows.flatten() % self.rows, minlength=self.rows)
         first = torch.zeros_like(times).scatter_reduce(0, group, times, "amax", include_self=False)
         return bool((times == first[group]).all())
-
-    def may_end(self, start: int, stop: int) -> bool:
-        """Whether rows [start, stop) can be cut out: in an order made by the data, at the ends of groups only."""
-        if self.order is None or start >= stop:
-            return True
-        return all(0 == k or k == self.rows or bool(self.order[k - 1] != self.order[k]) for k in (start, stop))
 
     def __deepcopy__(self, memo: Any) -> Layout:
         return self
@@ -279,42 +273,33 @@ def _seen_through(view: Tensor, batch: int) -> Layout | None:
     return of_view(view, base, known) if batch > 1 else known
 
 
-def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
+def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout:
     """The layout of a view of memory that became data after the view was made."""
     if layout.mixed or layout.alone >= 0:
         return layout
     if layout.plain and view.stride() == base.stride() and view.size(layout.dim) == base.size(layout.dim):
         return layout  # a part of each row
-    why = "reads memory in which the rows of the samples cannot be followed"
-    finer, rest = divmod(base.element_size(), view.element_size())  # 2: the real parts of complex numbers
-    rows = None if layout.order is not None or rest else owner_map(base, layout)
-    if rows is None:
-        return layout._replace(mixed=why)
-    rows = rows if finer == 1 else rows.repeat_interleave(finer)
-    offset = view.storage_offset() - base.storage_offset() * finer
-    seen = rows.as_strided(view.shape, view.stride(), offset)
-    return layout_of_owners(seen, layout) or layout._replace(mixed=why)
+    rows = None if layout.order is not None else rows_seen(view, base, layout)
+    found = None if rows is None else layout_of_rows(rows, layout)
+    return found or layout._replace(mixed="reads memory in which the rows of the samples cannot be followed")
 
 
-def owner_map(base: Tensor, layout: Layout | None) -> Tensor | None:
-    """Owner of each element of a tensor's memory, from its first to its last."""
-    if layout is None:
-        return torch.full((extent_of(base),), NOBODY, device=base.device)
-    if base.shape[layout.dim : layout.dim + 1] != (layout.rows,) or any(s == 0 for s in base.stride()):
+def rows_seen(view: Tensor, base: Tensor, layout: Layout) -> Tensor | None:
+    """The number of the row that each element of a view lies in; None if some lie in none."""
+    offset = view.storage_offset() - base.storage_offset()
+    known = base.shape[layout.dim : layout.dim + 1] == (layout.rows,) and view.dtype == base.dtype
+    if offset < 0 or 0 in base.stride() or not known:
         return None
-    return element_owners(base, layout)
+    memory = torch.full((max(_extent(base), offset + _extent(view)),), -1, device=base.device)
+    numbers = numbered(layout.rows, base.device)
+    memory.as_strided(base.shape, base.stride()).copy_(spread(numbers, layout.dim, base.shape))
+    rows = memory.as_strided(view.shape, view.stride(), offset)
+    return None if bool((rows < 0).any()) else rows
 
 
-def extent_of(tensor: Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Elements of memory from a tensor's first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def element_owners(base: Tensor, layout: Layout) -> Tensor:
-    """The same of memory in which every row of the layout lies."""
-    memory = torch.full((extent_of(base),), NOBODY, device=base.device)
-    memory.as_strided(base.shape, base.stride()).copy_(spread(layout.owners(base.device), layout.dim, base.shape))
-    return memory
 
 
 def spread(values: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
@@ -326,33 +311,27 @@ def spread(values: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
     return values.view(view).expand(tuple(shape))
 
 
-def layout_of_owners(owners: Tensor, like: Layout) -> Layout | None:
-    """A layout from the owner of each element; what nobody owns may count as anyone's."""
-    batch = like.batch
-    plain = Layout(batch, is_row_index=like.is_row_index, inferred=like.inferred)
-    given = owners[owners != NOBODY]
-    if is_one(given) and bool((owners != NOBODY).all()):
-        return plain.of_sample(int(given[0]))
-    fitting = []
-    for dim in range(owners.dim()):
-        rows = owners.movedim(dim, 0).reshape(owners.size(dim), -1)
-        largest = rows.max(1).values
-        if not bool(((rows == largest[:, None]) | (rows == NOBODY)).all()):
-            continue
-        each = owners.size(dim) // batch
-        even = torch.arange(batch, device=owners.device).repeat_interleave(each)
-        if bool((largest != NOBODY).all()):
-            fitting.append(
-                plain._replace(dim=dim, owner=largest).taken(dim, torch.arange(len(largest), device=owners.device))
-            )
-        elif len(even) == len(largest) and bool(((largest == even) | (largest == NOBODY)).all()):
-            fitting.append(plain._replace(dim=dim, inner=each))
-    return fitting[0] if len(fitting) == 1 else None
+def layout_of_rows(rows: Tensor, layout: Layout, order: Tensor | None = None, anew: bool = False) -> Layout | None:
+    """The layout of a result that holds these rows of a layout; None if their samples depend on several dimensions.
 
-
-def single(tensor: Tensor) -> Layout | None:
-    """Layout in a batch of one: every row belongs to sample 0."""
-    return Layout(1, 0, tensor.size(0), 1) if tensor.dim() else None
+    order, anew: see `Layout.taken`.
+    """
+    shape, owners = rows.shape, layout.owners(rows.device)
+    if rows.numel() == 0:
+        kept = [dim for dim, step in enumerate(rows.stride()) if step and shape[dim] == layout.rows]
+        return layout._replace(dim=kept[0]) if kept else layout.taken(shape.index(0), rows.flatten(), order)
+    rows = rows[tuple(slice(0, None if step else 1) for step in rows.stride())] if rows.dim() > 1 else rows
+    if order is None and (anew or layout.order is None) and is_one(at(owners, rows).flatten()):
+        return layout.of_sample(int(in_some_order(at(owners, rows).flatten())[0]))
+    for dim, size in enumerate(shape):
+        flat = rows.movedim(dim, 0).flatten(1) if rows.dim() > 1 else rows[:, None]
+        if flat.size(1) == 1 or bool((owners[flat] == owners[flat[:, :1]]).all()):
+            taken = rows if rows.dim() == 1 else flat[:, 0].expand(size)
+            if not anew and size == layout.rows and same_numbers(taken, numbered(size, taken.device)):
+                return layout._replace(dim=dim)
+            order = order if order is not None and len(order) == size else None
+            return layout.taken(dim, taken, order, anew)
+    return None
 
 
 def is_one(owner: Tensor) -> bool:
@@ -361,15 +340,27 @@ def is_one(owner: Tensor) -> bool:
     return owner.numel() > 0 and bool((owner == owner[0]).all())
 
 
-def rows_each(owner: Tensor, batch: int) -> int:
-    """Rows of a sample, where all have equally many and lie batch-major; else 0."""
-    each, rest = divmod(owner.numel(), max(batch, 1))
-    if rest or not each:
-        return 0
+def owner_of(layout: Layout) -> int:
+    """The one sample of a tensor, or -1."""
+    if layout.mixed or layout.alone >= 0:
+        return -1 if layout.mixed else layout.alone
+    whole = layout.order is None or is_one(layout.order)  # rows of several groups have an order of their own
+    return int(layout.owner[0]) if layout.owner is not None and whole and is_one(layout.owner) else -1
+
+
+def regular_rows(owner: Tensor, batch: int) -> tuple[int, int] | None:
+    """`outer` and `inner` of rows that lie as these say; None of rows in any other order."""
     host = on_host(owner)
-    owner = owner if host is None else host
-    regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
-    return each if torch.equal(owner, regular) else 0
+    if host is None:  # to be asked once: are there as many rows of each, one sample after the other?
+        inner = owner.numel() // max(batch, 1)
+    else:
+        owner = host
+        inner = int((owner != 0).long().argmax()) if batch > 1 and owner.numel() else 0
+    if not inner or owner.numel() % (batch * inner):
+        return None
+    outer = owner.numel() // (batch * inner)
+    regular = torch.arange(batch, device=owner.device).repeat_interleave(inner).repeat(outer)
+    return (outer, inner) if torch.equal(owner, regular) else None
 
 
 def samplewise(tensor: Tensor, layout: Layout) -> Tensor:

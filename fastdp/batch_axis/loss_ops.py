@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from .calls import Call, Tags, bind, layout_rule
 from .deferred_checks import doubt
 from .layout import Layout
 from .propagate import ask
-from .totals import equal_counts, equal_parts, parts_differ, total_of
+from .totals import equal_counts, parts_differ, total_of
 
 _BY_ELEMENT = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div, F.poisson_nll_loss,
@@ -87,18 +86,14 @@ def _shared(call: Call, given: dict[str, Any]) -> Tags | None:
 @layout_rule(*_BY_ELEMENT)
 def _by_element(call: Call) -> Tags:
     given = _arguments(call)
-    names = [name for name, value in given.items() if name in _TERMS and isinstance(value, Tensor)]
-    tensors = [given[name] for name in names]
-    ndim = max([tensor.dim() for tensor in tensors])
-    terms = [(tensor, ndim - tensor.dim()) for tensor in tensors]
-    if "var" in names and given["var"].shape == given["input"].shape[:-1]:
-        terms[names.index("var")] = (given["var"], 0)  # one for all numbers of a row
-    tags = _shared(call, given) or _reduced(call, given, terms)
-    if call.func in _DIVIDING and "weight" in given and not call.out.dim() and _kind(given) == "mean":
-        layout = tags[0][1]
-        if layout is not None and layout.total and not _even_weights(call, given["weight"], tensors):
-            return call.all_combined(UNEVEN)
-    return tags
+    if "weight" in given and call.func in _DIVIDING and _kind(given) == "mean":
+        return call.all_combined(UNEVEN)
+    tensors = {name: value for name, value in given.items() if name in _TERMS and isinstance(value, Tensor)}
+    ndim = max(tensor.dim() for tensor in tensors.values())
+    terms = {name: (tensor, ndim - tensor.dim()) for name, tensor in tensors.items()}
+    if "var" in terms and given["var"].shape == given["input"].shape[:-1]:
+        terms["var"] = (given["var"], 0)  # one for all numbers of a row
+    return _shared(call, given) or _reduced(call, given, list(terms.values()))
 
 
 @layout_rule(*_BY_ROW)
@@ -157,12 +152,6 @@ def constants_by_place(call: Call, terms: list[tuple[Tensor, int]], layout: Layo
         if call.is_constant(tensor) and by_place(tensor, dim, layout):
             return WHY
     return ""
-
-
-def _even_weights(call: Call, weight: Tensor, terms: Iterable[Tensor]) -> bool:
-    """Whether every sample's weights have the same sum, by which the mean is divided."""
-    layout = next(found for t in terms if t.shape == weight.shape and (found := call.layout(t)) is not None)
-    return weight.shape[layout.dim : layout.dim + 1] == (layout.rows,) and equal_parts(weight, layout)
 
 
 @layout_rule(F.cross_entropy, F.nll_loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..utils.cache import Answers
 from ..utils.pytree import map_tensors, tensors_in
 from .batch_positions import is_fixed
 from .calls import Call, Inputs, Tags
-from .layout import Layout, spread
+from .layout import Layout
 from .operator_table import MOVING_DIMS, REARRANGING, UNCHECKED, VIEWS
 from .probe_calls import DRAWS, Draw, are_close, is_close, key_of
 
@@ -40,14 +40,13 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     (of the batch's size) may differ, every time.
     """
     data = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed]
-    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2 or _is_view_of_rows(call, data, tags):
+    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2:
         return True
     kind, kept = _kind(call), False
     moving = call.func in REARRANGING
     rows = {call.batch, *[layout.rows for _, layout in inputs]}
     varying = any(not rows.isdisjoint(t.shape) for t in call.constants())
-    by_sizes = moving or (call.name == "__getitem__" and len(call.tensors) == 1)  # of whole numbers: reads no tensor's
-    if (moving or not varying) and all((by_sizes or t.is_floating_point()) and lay.owner is None for t, lay in data):
+    if (moving or not varying) and all((moving or t.is_floating_point()) and lay.owner is None for t, lay in data):
         kept = kind is not None
         if kept and kind in _INDEPENDENT:
             return True
@@ -68,39 +67,6 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     if kept:
         _INDEPENDENT[kind] = True
     return True
-
-
-def _is_view_of_rows(call: Call, data: Inputs, tags: Tags) -> bool:
-    """Whether the call is an index of whole numbers and slices, and its result has the rows of the samples where its
-    layout says: seen on the number of each row's sample, spread over the other dimensions without memory. Such a view
-    moves numbers and reads none, so nothing else is to be asked, whatever its size."""
-    if call.func is not Tensor.__getitem__ or len(call.tensors) != 1 or len(data) != 1 or len(tags) != 1:
-        return False
-    (tensor, layout), (out, found) = data[0], tags[0]
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
-        return False
-    if found is None or found.mixed or any(lay.owner is not None or lay.alone >= 0 for lay in (layout, found)):
-        return False
-    if not out.numel() or tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
-        return False
-    whose = _spread(layout, tensor.shape)[call.args[1]]
-    expected = _spread(found, out.shape) if out.shape[found.dim : found.dim + 1] == (found.rows,) else None
-    return (
-        expected is not None
-        and whose.stride() == expected.stride()
-        and torch.equal(
-            *(
-                rows[tuple(slice(None) if dim == found.dim else 0 for dim in range(rows.dim()))]
-                for rows in (whose, expected)
-            )
-        )
-    )
-
-
-def _spread(layout: Layout, shape: torch.Size) -> Tensor:
-    """The sample of each number of a tensor of this shape, on the CPU."""
-    return spread(layout.owners(torch.device("cpu")), layout.dim, shape)
 
 
 _SCALED = Answers()  # kinds of calls that were asked with numbers of every size
@@ -260,29 +226,34 @@ def is_blind_to_order(call: Call, inputs: Inputs, tags: Tags) -> bool:
     if call.in_place and call.before is None:
         return False
     ordered = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed and layout.alone < 0]
-    number = torch.arange(ordered[0][1].rows, device=ordered[0][0].device)
-    for order in (number.flip(0), number.roll(1)):
-        after = _run_again(call, ordered, [t.detach().index_select(layout.dim, order) for t, layout in ordered])
-        if after is None:
-            return False
-        for (before, layout), now in zip(tags, after, strict=False):
-            if layout is None or layout.mixed:
-                continue
-            if before.shape[layout.dim : layout.dim + 1] != order.shape:
-                return False
-            if not _same_rows(layout, before.detach().index_select(layout.dim, order), now):
-                return False
-    return True
+    values, before = [t for t, _ in ordered], [t for t, _ in tags]
+    return all(_moves_along(call, ordered, tags, values, before, move) for move in (_reversed, _next_rows))
+
+
+def _moves_along(
+    call: Call, data: Inputs, tags: Tags, values: list[Tensor], before: Sequence[Tensor], move: Change
+) -> bool:
+    """Whether these values with their rows in another order give the results `before` in that order."""
+    after = _run_again(call, data, [move(t, layout) for t, (_, layout) in zip(values, data, strict=True)])
+    return after is not None and all(
+        layout is None or layout.mixed or _same_rows(layout, move(was, layout), now)
+        for was, (_, layout), now in zip(before, tags, after, strict=False)
+    )
+
+
+def _reversed(tensor: Tensor, layout: Layout) -> Tensor:
+    return tensor.detach().flip(layout.dim)
+
+
+def _next_rows(tensor: Tensor, layout: Layout) -> Tensor:
+    return tensor.detach().roll(1, layout.dim)
 
 
 def draws(call: Call, inputs: Inputs, tags: Tags) -> bool:
     """Whether the results hold random numbers: with others they are others."""
     again = _run_again(call, inputs, [_as_it_was(call, t) for t, _ in inputs], drawn_anew=True)
-    known = [layout is None or layout.mixed or layout.alone >= 0 for _, layout in tags]
-    return again is not None and not all(
-        skip or _same_rows(layout, was, now)  # type: ignore[arg-type]
-        for skip, (was, layout), now in zip(known, tags, again, strict=False)
-    )
+    known = zip(tags, again or (), strict=False)
+    return any(_differs(layout, was, now) for (was, layout), now in known if layout is None or layout.alone < 0)
 
 
 def any_whole(inputs: Inputs) -> bool:
@@ -301,7 +272,7 @@ def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
     if any_whole(inputs):
         return True
     layouts = [layout for _, layout in (*data, *tags) if layout is not None and not layout.mixed]
-    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2 or _is_view_of_rows(call, data, tags):
+    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2:
         return True
     if call.in_place and call.before is None:
         return False
@@ -317,23 +288,17 @@ def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
     again = _run_again(call, data, values, drawn_anew=True)
     if again is None:
         return False
-    known = [(layout, was) for (_, layout), was in zip(tags, before, strict=False)]
-    draws = [layout is not None and not layout.mixed and not _same_rows(layout, was, same)
-             for (layout, was), same in zip(known, again, strict=False)]  # fmt: skip
-    del again  # these may be large: one after the other
-    moved = [_next_samples(t, layout) for t, (_, layout) in zip(values, data, strict=True)]
-    del values
-    after = _run_again(call, data, moved)
-    if after is None:
-        return False
-    del moved
-    for place, ((layout, was), now) in enumerate(zip(known, after, strict=False)):
-        if layout is not None and not layout.mixed and not any(draws[: place + 1]):
-            if not _same_rows(layout, _next_samples(was, layout), now):
-                return False
-    if kind is not None:
+    known = list(zip(before, tags, again, strict=False))
+    drawn = [i for i, (was, (_, layout), now) in enumerate(known) if _differs(layout, was, now)]
+    del again, known  # these may be large: one after the other
+    blind = _moves_along(call, data, tags, values, before[: min(drawn, default=len(before))], _next_samples)
+    if blind and kind is not None:
         _BLIND[kind] = True
-    return True
+    return blind
+
+
+def _differs(layout: Layout | None, before: Tensor, after: Tensor) -> bool:
+    return layout is not None and not layout.mixed and not _same_rows(layout, before, after)
 
 
 def _same_rows(layout: Layout, before: Tensor, after: Tensor) -> bool:

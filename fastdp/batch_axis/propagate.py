@@ -20,7 +20,6 @@ from ..utils.pytree import tensors_in
 from . import batch_positions, operator_table, tensor_notes, totals
 from .aliasing import written_through
 from .batch_positions import by_place, was_by_place
-from .batch_slices import cut
 from .calls import Call, Inputs, Tags, rule_of
 from .index_kinds import counted
 from .layout import Layout, layout_on, tag
@@ -213,13 +212,6 @@ def _from_trial(
     if layout is not None and not layout.mixed and tensor.size(layout.dim) != layout.rows:
         return call.combined("combines neighbouring samples", mixed)
     return layout
-
-
-def one_row(call: Call, tensor: Tensor, layout: Layout, row: int) -> Layout | None:
-    """A row of the batch without its dimension: the tensor of one sample."""
-    if layout.order is not None:
-        return call.combined("picks a row of an order that depends on other samples")
-    return cut(call.args[0], layout, layout.of_sample(int(layout.owners(tensor.device)[row])))
 
 
 def _common_order(inputs: Inputs) -> tuple[Layout | None, bool]:

@@ -1,9 +1,6 @@
-"""Layout rules of functions that reduce, order, move or accumulate along a dimension."""
+"""Layout rules of functions that reduce, or accumulate, along a dimension."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +22,6 @@ def _reduce(call: Call) -> Tags:
     """Over some dimensions; over the batch's the samples are combined."""
     source, layout = call.args[0], call.layout(call.args[0])
     dims = call.argument(1, "dim")
-    if call.name in ("sum", "mean") and (at := spread_in(source)) and (found := _of_spread(call, at, dims)):
-        return found
     if layout is None or layout.mixed or not isinstance(call.out, Tensor) or len(call.args) > 3:
         return ask(call)
     if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
@@ -56,17 +51,6 @@ def _over_samples(call: Call, layout: Layout) -> Layout | None:
     return total_of(call, call.out, layout, call.name.removeprefix("nan"))
 
 
-def _of_spread(call: Call, at: Spread, dims: Any) -> Tags | None:
-    """Of what is added up along all dimensions, or along some, so that the rest may be; None where it is not."""
-    over = range(call.args[0].dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
-    if len(over) == call.args[0].dim() or call.out.numel() == 1:
-        return gathered(call, "sum")
-    if at.by == "sum":
-        call.out.__dict__[tensor_notes.SPREAD] = at._replace(versions=(at.versions[0], call.out._version))
-        return call.all_combined("combines samples with each other")
-    return None
-
-
 def along(position: int, name: str) -> Answer:
     """The rule of functions that combine the positions of dimension `name` and keep its size."""
 
@@ -77,8 +61,7 @@ def along(position: int, name: str) -> Answer:
             dims = 0 if source.dim() in (0, 1, 3) else 1  # what torch takes where none is given
         dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
         if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
-            why = "works along the batch dimension"
-            return spread(call, "last", why, layout.dim) if call.name == "cumsum" else call.all_combined(why)
+            return call.all_combined("works along the batch dimension")
         if layout is not None and isinstance(call.out, Tensor) and call.out.shape == source.shape:
             return [(call.out, layout)]
         return ask(call)
@@ -90,75 +73,4 @@ layout_rule(*spellings("softmax", "log_softmax", "softmin", "cumsum", "cumprod",
 layout_rule(*spellings("logcumsumexp", "cumsum_", "cumprod_"))(along(1, "dim"))
 
 
-@layout_rule(*spellings("flip", "roll"))
-def _moved(call: Call) -> Tags:
-    """Rows in another order: apply the same to the sample numbers."""
-    source, layout = call.args[0], call.layout(call.args[0])
-    if layout is None or layout.mixed:
-        return [(call.out, layout)]
-    rows = torch.arange(layout.rows, device=source.device)
-    if call.name == "flip":
-        dims = call.args[1:] if isinstance(call.argument(1, "dims"), int) else call.argument(1, "dims")
-        if layout.dim in [dim % source.dim() for dim in dims]:
-            return [(call.out, layout.taken(layout.dim, rows.flip(0)))]
-        return [(call.out, layout)]
-    shifts, dims = call.argument(1, "shifts"), call.argument(2, "dims")
-    if dims is None or dims == ():
-        return call.all_combined("rolls samples into each other")
-    pairs = zip(*((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims)), strict=True)
-    along = [shift for shift, dim in pairs if dim % source.dim() == layout.dim]
-    if not sum(along) % max(layout.rows, 1):
-        return [(call.out, layout)]
-    order = None if layout.order is None else torch.zeros_like(rows)  # the groups go round
-    return [(call.out, layout.taken(layout.dim, rows.roll(sum(along)), order))]
-
-
 layout_rule(F.normalize)(along(2, "dim"))
-
-
-class Spread(NamedTuple):
-    """Where the terms of a sum lie, by the tensor that had them as rows: `by` of what is made of it the sum is there.
-
-    by: "sum", all of it added up; "last", the last along `dim`; "trace". versions: of the source, and of what has it.
-    """
-
-    by: str
-    source: Tensor
-    layout: Layout
-    versions: tuple[int, int]
-    dim: int = 0
-
-
-def spread(call: Call, by: str, why: str, dim: int = 0) -> Tags:
-    """Tags of a result in which no row is one sample's, but which may be added up."""
-    source, layout = call.args[0], call.layout(call.args[0])
-    if layout is not None and not layout.mixed and layout.alone < 0 and isinstance(call.out, Tensor):
-        call.out.__dict__[tensor_notes.SPREAD] = Spread(by, source, layout, (source._version, call.out._version), dim)
-    return call.all_combined(why)
-
-
-def spread_in(tensor: Tensor) -> Spread | None:
-    """Where the terms lie, if neither the tensor nor what it was made of was written to since."""
-    found: Spread | None = tensor.__dict__.get(tensor_notes.SPREAD)
-    return found if found is not None and found.versions == (found.source._version, tensor._version) else None
-
-
-def gathered(call: Call, by: str, takes: Callable[[Spread], bool] = lambda found: True) -> Tags | None:
-    """Tags of a call that adds up what was spread; None of any other."""
-    found = spread_in(call.args[0])
-    if found is None or found.by != by or not takes(found):
-        return None
-    if call.name == "mean" and not equal_counts(found.layout, call.out.device):
-        return None
-    return [(call.out, total_of(call, call.out, found.layout, "mean" if call.name == "mean" else "sum"))]
-
-
-@layout_rule(*spellings("diag"))
-def _diagonal(call: Call) -> Tags:
-    flat = call.args[0].dim() == 1 and not call.argument(1, "diagonal", 0)
-    return spread(call, "trace", "combines samples with each other") if flat else ask(call)
-
-
-@layout_rule(*spellings("trace"))
-def _trace(call: Call) -> Tags:
-    return gathered(call, "trace") or ask(call)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..utils.pytree import tensors_in
 from . import operator_table
+from .aliasing import base_written
 from .calls import Call, Inputs, Tags, rule_of
-from .layout import Layout, element_owners, is_one, tag_of
+from .layout import Layout, owner_of, tag_of
 from .totals import sums_of_single_samples
 
 
@@ -85,14 +86,6 @@ def _fills_the_batch(call: Call, sample: int) -> bool:
     return any(type(item) is int and item % size == sample and size == call.batch for item, size in sizes)
 
 
-def owner_of(layout: Layout) -> int:
-    """The one sample of a tensor, or -1."""
-    if layout.mixed or layout.alone >= 0:
-        return -1 if layout.mixed else layout.alone
-    whole = layout.order is None or is_one(layout.order)  # rows of several groups have an order of their own
-    return int(layout.owner[0]) if layout.owner is not None and whole and is_one(layout.owner) else -1
-
-
 def _is_sized(call: Call, inputs: Inputs) -> bool:
     """Whether a size of the result may be made by the data."""
     if (
@@ -109,26 +102,13 @@ def _written_view(call: Call, view: Tensor, layout: Layout) -> Layout:
     """A sample's data written through a view of a larger memory makes that memory data: rows of that sample's place."""
     base = view._base if view._is_view() else None
     before = None if base is None else tag_of(base, call.batch)
-    if base is None or before == layout or (before is not None and before.mixed):
-        return layout if before is None or not before.mixed else before
-    if before is not None and before.alone < 0:
-        guesses = [before]
-    else:
-        known = before is None and tag_of(view, call.batch) is None
-        sizes = enumerate(base.shape) if known else ()
-        guesses = [
-            Layout(call.batch, dim, 1, size // call.batch) for dim, size in sizes if size and size % call.batch == 0
-        ]
-    fitting = [guess for guess in guesses if bool((_owners_in(base, view, guess) == layout.alone).all())]
-    if len(fitting) == 1:
-        call.bases.append((base, fitting[0]))
+    if base is None or before == layout:
         return layout
-    mixed = call.combined("writes one sample's data into memory of others")
-    call.bases.append((base, mixed))
-    return mixed
-
-
-def _owners_in(base: Tensor, view: Tensor, layout: Layout) -> Tensor:
-    """Which sample's place each element of a view lies in."""
-    memory = element_owners(base, layout)
-    return memory.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+    if before is not None and before.mixed:
+        return before
+    known = before is not None or tag_of(view, call.batch) is None
+    whose = torch.tensor(layout.alone, device=view.device)
+    found = base_written(base, view, before, whose, call.batch) if known else None
+    layout = call.combined("writes one sample's data into memory of others") if found is None else layout
+    call.bases.append((base, found or layout))
+    return layout

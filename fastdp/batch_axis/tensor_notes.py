@@ -31,13 +31,13 @@ PRESUMED = "_fastdp_presumed"  # taken for labels: in which batch, and the versi
 LABELS = "_fastdp_labels"  # made of labels alone: of which, and in which order (`batch_axis.labels.Origin`)
 SEEN_WITH = "_fastdp_seen_with"  # the size of the batch beside which it was first met
 CUT = "_fastdp_cut"  # parts were cut out of it: the number of these parts, and the version
+WRITTEN = "_fastdp_written"  # single samples' rows were written to it: the number of this memory
 LONGEST = "_fastdp_longest"  # padded to the longest sample: the dimension of that size
 COUNTED = "_fastdp_counted"  # one of its sizes, which the data of several samples made
 GROUPS = "_fastdp_groups"  # the group of each row, the layout of these rows, the version of the memory
 COLUMN = "_fastdp_column"  # the column of the samples' dimension in an index, and the version of the memory
 SHARE = "_fastdp_share"  # terms of a loss, each divided by the number of samples: the version, and if that is certain
 TERMS = "_fastdp_terms"  # on a total: what it was summed from, with that tensor's layout and version
-SPREAD = "_fastdp_spread"  # holds the terms of a sum elsewhere (`batch_axis.matrix_ops.Spread`)
 PARTS = "_fastdp_parts"  # rows of parameters alone, joined with rows of data (`engine.parameter_slices`)
 GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`grad_sample.routed_rows`)
 

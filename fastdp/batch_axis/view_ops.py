@@ -9,16 +9,16 @@ from torch import Tensor
 
 from .batch_positions import WHY, by_place, was_by_place
 from .calls import Call, Inputs, Tags, layout_rule
-from .index_kinds import keep_coordinates, note_groups, repeated
+from .host_values import numbered
+from .index_kinds import brought_back, keep_coordinates, looked_at, note_groups, repeated
 from .index_write_ops import note_shape
-from .layout import Layout, rows_each
+from .layout import Layout, layout_of_rows, regular_rows
 from .operator_table import ELEMENTWISE, spellings
 from .propagate import ask
-from .reduction_ops import spread
 from .sample_loops import numbers_in
 
 T = torch.Tensor
-_FOLDS = (
+FOLDS = (
     "folds samples into another dimension (if the model takes several rows of each sample, say how many samples there "
     "are: batch_size= or rows_per_sample=)"
 )
@@ -40,7 +40,7 @@ def _reshape(call: Call) -> Tags:
         return ask(call)
     keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)
-    return [(call.out, found)] if found is not None else spread(call, "sum", _FOLDS)
+    return [(call.out, found)] if found is not None else call.all_combined(FOLDS)
 
 
 @layout_rule(*spellings("squeeze"))
@@ -64,40 +64,41 @@ def _expand(call: Call) -> Tags:
     return [(call.out, layout._replace(dim=layout.dim + call.out.dim() - call.args[0].dim()))]
 
 
-@layout_rule(T.repeat, torch.tile, T.tile)
-def _repeat(call: Call) -> Tags:
+@layout_rule(*spellings("flip", "roll", "repeat", "tile"))
+def _moved(call: Call) -> Tags:
+    """Rows in another order, or repeated: as a column of their numbers is."""
     source, layout = call.args[0], call.layout(call.args[0])
-    if layout is None:
-        return []
-    if layout.mixed:
-        return [(call.out, layout)]
-    dim = layout.dim + call.out.dim() - source.dim()
-    times = call.out.size(dim) // max(source.size(layout.dim), 1)
-    if times != 1 and layout.owner is not None:
-        return [(call.out, layout.taken(dim, torch.arange(layout.rows, device=source.device).repeat(times)))]
-    return [(call.out, layout._replace(dim=dim, outer=layout.outer * times))]
+    if layout is None or layout.mixed:
+        return [] if layout is None else [(call.out, layout)]
+    if call.name == "roll" and call.argument(2, "dims", ()) in (None, ()):
+        return call.all_combined("rolls samples into each other")
+    seen, _, device = looked_at(layout, (), source.device)
+    shape = [-1 if dim == layout.dim else 1 for dim in range(source.dim())]
+    rows = call.func(numbered(layout.rows, device).view(shape), *call.args[1:], **call.kwargs)
+    found = layout_of_rows(rows, seen)
+    if found is None:
+        return call.all_combined(FOLDS)
+    if call.name == "roll" and found.order is not None and found.order is not layout.order:
+        found = found._replace(order=torch.zeros_like(found.order))  # the groups go round
+    return [(call.out, brought_back(found, source.device))]
 
 
 @layout_rule(torch.repeat_interleave, T.repeat_interleave)
 def _repeat_interleave(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
-    times, dim = call.argument(1, "repeats"), call.argument(2, "dim")
-    dim = 0 if dim is None and source.dim() == 1 else dim
-    if layout is not None and layout.mixed and isinstance(times, Tensor):
-        by = call.layout(times)
-        if by is not None and not by.mixed and by.alone < 0 and by.order is None:
-            note_groups(call, times, by)
+    times, dim = call.argument(1, "repeats"), call.argument(2, "dim", 0 if source.dim() == 1 else None)
+    by = call.layout(times)
+    if layout is not None and layout.mixed and by is not None and not by.mixed and by.alone < 0 and by.order is None:
+        note_groups(call, times, by)
     if layout is None or layout.mixed or dim is None or times is None or dim % source.dim() != layout.dim:
         return ask(call)
-    if isinstance(times, Tensor) or layout.owner is not None:
-        rows = torch.arange(layout.rows, device=source.device).repeat_interleave(times)
-        by = call.layout(times)
-        if by is None and layout.may_take(rows):
-            return [(call.out, layout.taken(layout.dim, rows))]
-        if by is None or by.mixed or not by.same_rows(layout, source.device):
-            return call.all_combined("repeats rows as often as other samples say")
-        return [(call.out, repeated(layout, times, rows))]
-    return [(call.out, layout._replace(inner=layout.inner * times))]
+    seen, (often,), device = looked_at(layout, (times,), source.device)
+    rows = torch.arange(layout.rows, device=device).repeat_interleave(often)
+    if by is None and layout.may_take(rows):
+        return [(call.out, brought_back(seen.taken(layout.dim, rows), source.device))]
+    if by is None or by.mixed or not by.same_rows(layout, source.device):
+        return call.all_combined("repeats rows as often as other samples say")
+    return [(call.out, brought_back(repeated(seen, often, rows), source.device))]
 
 
 @layout_rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
@@ -125,27 +126,29 @@ def _same(call: Call) -> Tags:
 def elementwise(call: Call) -> Tags:
     """Element by element with broadcasting: samples stay where they lie, counted from the right.
 
-    The trial would say the same; this spares it, whose first call imports half of torch.
+    The trial would say the same of rows in regular order; this spares it, whose first call imports half of torch.
     """
-    tensors = call.results()
-    inputs = call.inputs()
-    if len(tensors) != 1 or not inputs:
+    results, inputs = call.results(), call.inputs()
+    if len(results) != 1 or not inputs:
         return ask(call)
-    out = tensors[0]
-    if any(layout.owner is not None for _, layout in inputs):
-        return _elementwise_in_any_order(call, out, inputs)
-    found = {_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs if layout.owner is None}
-    if len({layout.dim for layout in found if not layout.mixed}) > 1:
+    out = results[0]
+    aligned = [_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs]
+    if len({layout.dim for layout in aligned if not layout.mixed}) > 1:
         return [(out, call.combined("combines inputs whose samples lie in different dimensions"))]
-    if any(layout.mixed or layout.owner is not None for _, layout in inputs) or len(found) != 1:
+    first = next((layout for layout in aligned if layout.owner is not None), aligned[0])
+    if any(layout.mixed for layout in aligned) or (first.owner is None and len(set(aligned)) > 1):
         return ask(call)
-    layout = found.pop()
-    if out.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+    if not all(layout.same_rows(first, out.device) for layout in aligned):
+        return [(out, call.combined("combines rows of different samples"))]
+    if out.shape[first.dim : first.dim + 1] != (first.rows,):
         return ask(call)
-    return [(out, _beside_places(call, out, layout, inputs))]
+    beside = first.dim - out.dim()  # counted from the right
+    if first.order is not None and any(t.dim() >= -beside and t.size(beside) != 1 for t in call.constants()):
+        return [(out, call.combined("meets numbers by position with rows whose order depends on the data"))]
+    return [(out, _beside_places(call, out, first, inputs))]
 
 
-def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: Inputs) -> Layout | None:
+def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: Inputs) -> Layout:
     """The result's layout, if a constant has numbers of its own for each row: whole numbers are places then."""
     if len(inputs) == len(call.args) and not call.kwargs:
         return layout
@@ -159,23 +162,6 @@ def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: Inputs) -> L
         return layout
     whole = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
     return layout._replace(is_row_index=True) if whole else call.combined(WHY)
-
-
-def _elementwise_in_any_order(call: Call, out: Tensor, inputs: Inputs) -> Tags:
-    """Rows in an order of their own: every tensor that has rows must have the same."""
-    aligned = [_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs]
-    first = next(layout for layout in aligned if layout.owner is not None)
-    if any(layout.mixed for layout in aligned):
-        return ask(call)
-    if not all(layout.dim == first.dim and layout.same_rows(first, out.device) for layout in aligned):
-        return [(out, call.combined("combines rows of different samples"))]
-    beside = first.dim - out.dim()  # counted from the right
-    constants = [t for t in call.constants() if t.dim() >= -beside]
-    if first.order is not None and any(t.size(beside) != 1 for t in constants):
-        return [(out, call.combined("meets numbers by position with rows whose order depends on the data"))]
-    if any(call.is_constant(t) and by_place(t, t.dim() + beside, first) for t in constants) and out.is_floating_point():
-        return [(out, call.combined(WHY))]
-    return [(out, first)] if out.size(first.dim) == first.rows else ask(call)
 
 
 def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
@@ -209,29 +195,15 @@ def reshaped(layout: Layout, before: torch.Size, after: torch.Size) -> Layout | 
 
 
 def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below: int) -> Layout | None:
+    """Of rows in any order: as their numbers are reshaped, each once for what lies under it of each new row."""
     assert layout.owner is not None
-    rows = layout.owner.numel()
-    each = rows_each(layout.owner, layout.batch)
-    if each:  # to a shape that keeps the samples apart
-        apart = reshaped(layout._replace(owner=None, order=None, inner=each), before, after)
+    regular = regular_rows(layout.owner, layout.batch)
+    if regular:  # to a shape that keeps the samples apart
+        apart = reshaped(layout._replace(owner=None, order=None, outer=regular[0], inner=regular[1]), before, after)
         if apart is not None and apart._replace(is_row_index=False).plain:
             return apart
-    stride = math.prod(after)
-    above = math.prod(before[: layout.dim])
-    for dim, size in enumerate(after):
-        stride //= max(size, 1)
-        if rows == 0 or stride == 0:
-            continue
-        if above == 1 and stride % below == 0 and size * (stride // below) == rows:  # neighbours made one row
-            groups = layout.owner.view(size, -1)
-            if bool((groups == groups[:, :1]).all()):
-                return layout.taken(dim, torch.arange(0, rows, stride // below, device=layout.owner.device))
-        if below % stride:
-            continue
-        repeat = below // stride
-        if size == rows * repeat:
-            return layout.taken(dim, torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat))
-        if dim == 0 and size == above * rows * repeat:
-            below_each = torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat)
-            return layout.taken(0, below_each.repeat(above))
-    return None
+    kept = next(dim for dim in range(1, len(after) + 1) if below % math.prod(after[dim:]) == 0)
+    seen, _, device = looked_at(layout, (), layout.owner.device)
+    each = torch.arange(layout.rows, device=device).repeat_interleave(below // math.prod(after[kept:]))
+    found = layout_of_rows(each.repeat(math.prod(before[: layout.dim])).view(after[:kept]), seen)
+    return found and brought_back(found, layout.owner.device)

@@ -16,35 +16,6 @@ from ..errors import StepError
 from .random_generators import RandomNumbers, kept_by
 
 
-class RecordBatch:
-    """Records, of which some can be copied out in the form that collate_fn takes.
-
-    items: a list of them, or what the dataset's __getitems__ gave: a batch whose tensors have a row for each record.
-    The length is 0 if no number of records fits all of these.
-    """
-
-    def __init__(self, items: Any, dataset: Any = None) -> None:
-        self.items, self.together = items, not isinstance(items, list) or _parts_of_one(items, dataset)
-        if not self.together:
-            self.count = len(items)
-            return
-        counts = {len(rows) for rows in _arrays(items)}
-        self.count = counts.pop() if len(counts) == 1 else 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def copied(self, places: list[int]) -> Any:
-        """The records of these places, which collate_fn may write into."""
-        if self.together:
-            return rows_of(self.items, places, self.count)
-        return [copied(self.items[place]) for place in places]
-
-    def shapes(self, places: list[int]) -> list[Any]:
-        """What a collate_fn may sort these records by."""
-        return [None if self.together else _shape(self.items[place]) for place in places]
-
-
 def fetches_batches(dataset: Any) -> bool:
     """Whether the dataset makes a batch of the records it is asked for, by __getitems__, in place of a list of them."""
     getter = _getter(dataset)
@@ -61,17 +32,18 @@ def nothing(items: Any) -> bool:
     return isinstance(items, list) and not items
 
 
+def is_one_batch(items: Any, dataset: Any) -> bool:
+    """Whether a dataset has made one batch of the records it was asked for: no list, or one of a batch's tensors."""
+    if not isinstance(items, list):
+        return True
+    tensors = all(isinstance(item, Tensor | np.ndarray) and item.ndim for item in items)
+    return tensors and _getter(dataset) is not None and fetches_batches(dataset)
+
+
 def _getter(dataset: Any) -> Any:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return getattr(dataset, "__getitems__", None)
-
-
-def _parts_of_one(items: list[Any], dataset: Any) -> bool:
-    """Whether the list is a batch, as [inputs, targets]: tensors as long as each other, of a dataset that says so."""
-    if _getter(dataset) is None or not items:
-        return False
-    return all(isinstance(item, Tensor | np.ndarray) and item.ndim for item in items) and fetches_batches(dataset)
 
 
 def _arrays(value: Any) -> list[Tensor | np.ndarray[Any, Any]]:
@@ -129,13 +101,13 @@ def rows_of(value: Any, places: list[int], count: int) -> Any:
     return _changed(value, lambda part: rows_of(part, places, count))
 
 
-def _shape(item: Any) -> Any:
+def shape_of(item: Any) -> Any:
     """What a collate_fn may sort items by."""
     if isinstance(item, Tensor | np.ndarray):
         return tuple(item.shape)
     if isinstance(item, tuple | list) and item and isinstance(item[0], int | float):
         return len(item)
-    return [_shape(part) for part in parts_of(item)]
+    return [shape_of(part) for part in parts_of(item)]
 
 
 def copied(item: Any) -> Any:

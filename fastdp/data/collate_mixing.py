@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
-from .batched_datasets import RecordBatch, parts_of
+from .batched_datasets import copied, is_one_batch, parts_of, shape_of
 from .random_generators import RandomNumbers, generators_of, kept_by
 
 Collate = Callable[[list[Any]], Any]
@@ -29,19 +29,16 @@ Rows = dict[Path, list[bytes]]  # of each tensor, and each list of tensors, with
 def refuse_mixing(collate: Collate, items: Any, views: int = 1, dataset: Any = None) -> None:
     """Raises SampleMixingError if the rows that collate makes of some of the items depend on others.
 
-    items: a list of records, or what the dataset's __getitems__ gives for many at once. views: so many items in turn
-    are of one sample, and may be mixed with each other.
+    items: a list of records. (A batch that a dataset's __getitems__ has made of them is not tried.)
+    views: so many items in turn are of one sample, and may be mixed with each other.
 
     Random numbers are put back and items are copied, so that the batch that is trained on is the same. Nothing is
     raised where nothing can be said: collate fails on other items, draws from a generator out of reach or more random
     numbers for some items than for others, or makes no tensor with a row for every item.
     """
-    if collate is torch.utils.data.default_collate:
+    if collate is torch.utils.data.default_collate or is_one_batch(items, dataset) or len(items) < 2 * views:
         return
-    records = RecordBatch(items, dataset)
-    if len(records) < 2 * views:
-        return
-    trial = _Trial(collate, records, views)
+    trial = _Trial(collate, items, views)
     try:
         found = trial.others_move(trial.count - views) or trial.others_move(0)
     except FAILS:
@@ -66,7 +63,7 @@ class Trials:
 
     def before(self, collate: Collate, items: Any, views: int = 1, dataset: Any = None) -> None:
         """Call this before each batch is made of the items: those of at least two samples count."""
-        if len(items if isinstance(items, list) else RecordBatch(items)) <= views:
+        if not isinstance(items, list) or len(items) <= views:
             return
         self.calls += 1
         if self.calls & (self.calls - 1) == 0:
@@ -76,7 +73,7 @@ class Trials:
 class _Trial:
     """The rows that a collate_fn makes of the first records, and of others in the place of a sample's."""
 
-    def __init__(self, collate: Collate, records: RecordBatch, views: int) -> None:
+    def __init__(self, collate: Collate, records: list[Any], views: int) -> None:
         self.collate, self.records, self.views = collate, records, views
         self.count = min(FEW, len(records) // views) * views
         self.generators = generators_of(nn.Module(), collate) + kept_by(collate)
@@ -96,7 +93,8 @@ class _Trial:
         drew = not after.torchs_equal(self.before) or bool(after.others_moved(self.before))
         end = place + views
         others = [every[start : start + views] for start in every[::views] if start != place]
-        if drew and any(self.records.shapes(other) != self.records.shapes(every[place:end]) for other in others):
+        shapes = [shape_of(self.records[number]) for number in every]
+        if drew and any([shapes[number] for number in other] != shapes[place:end] for other in others):
             return False  # sorted by length, rows would be drawn for by other places
         moved = 0
         # a function may sort samples, and draw by their places: the next in its order leaves them where they are
@@ -121,7 +119,7 @@ class _Trial:
 
     def _made(self, places: list[int]) -> tuple[Rows, RandomNumbers]:
         self.before.put_back()
-        batch = self.collate(self.records.copied(places))
+        batch = self.collate([copied(self.records[place]) for place in places])
         found: Rows = {}
         _add_rows(found, batch, len(places), ())
         return found, RandomNumbers(set(), self.generators)

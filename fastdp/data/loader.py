@@ -166,7 +166,7 @@ class PoissonLoader:
                 pending = self.sampler.pending
                 place, step = self.sampler.running
                 draws = self.sampler.mark
-                watch.begin(mark_of_key(self.sampler.key), (place, step), self.sampler.steps)
+                watch.begin(mark_of_key(self.sampler.key), (place, step))
             size, final, people, whole = pending.popleft()
             step += final
             note = PhysicalBatch(

@@ -6,13 +6,12 @@ import gc
 import sys
 import time
 import warnings
-import weakref
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, SubsetRandomSampler
+from torch.utils.data import SubsetRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .weighted_samplers import REMEDY, uneven
+from .weighted_samplers import REMEDY, sampler_of, uneven
 
 # References to each class of iterators when there were none of it, and when that was: looking takes 20 ms and more, and
 # programs that make hundreds of optimizers (fastdp.audit) need not wait for that while there are no more references.
@@ -23,26 +22,21 @@ _SECONDS = 10.0  # as other references to a class may be gone by then
 class _Open(NamedTuple):
     """An iteration over a DataLoader that has begun."""
 
-    iterator: weakref.ref[Any]
-    handed: int  # batches so far
     records: int  # 0: a stream, whose records cannot be counted
     fits: bool  # its batches are as large as the one at hand
     uneven: str  # why some of its records are drawn more often than others
 
 
 class RateCheck:
-    """Warns, once, where a sample rate that was given is far below what the first batches show. Where none was given,
-    what they show is kept for the rate that `epsilon` will be given.
+    """Warns, once, where a sample rate that was given is far below what the first batch shows. Where none was given,
+    what it shows is kept for the rate that `epsilon` will be given.
 
-    Records can be counted where an ordinary DataLoader is being iterated. Where several are, which disagree, those
-    count that have handed out a batch from the first backward to the second, or the third: a validation loader that
-    stands still says nothing. Of several that do, those whose batches are of the size at hand are believed, and of
-    these the one with the most records.
+    Records can be counted where an ordinary DataLoader is being iterated. Where several are, those whose batches are of
+    the size at hand are believed, and of these the one with the most records.
     """
 
     def __init__(self) -> None:
-        self._looks = 0  # so far; 3: no more
-        self._open: list[_Open] = []  # at the look before, if they disagree
+        self._looked = False
         self.low = False  # whether it has warned
         self._seen = (0, 0)  # samples of the first batch, and records, if no rate was given: 0 if they are not known
         self._before: list[tuple[int, int]] = []  # the same, of optimizers whose steps this one counts
@@ -52,13 +46,22 @@ class RateCheck:
 
         Args: batch: samples of this backward; expected: the expected batch size that was given with the rate.
         """
-        if self._looks >= 3:
+        if self._looked or self.check_size(rate, batch, expected):
             return
-        self._looks += 1
-        if self._looks > 1:
-            self._again(rate, batch)
-        elif not self.check_size(rate, batch, expected):
-            self._first(rate, batch)
+        self._looked = True
+        found = _iterated(batch)
+        chosen = [item for item in found if item.fits] or found
+        if not chosen:
+            return
+        if why := chosen[0].uneven:
+            warnings.warn(
+                f"{why}: no sample rate is that of every record, and epsilon will be too small. {REMEDY}.", stacklevel=2
+            )
+        records = max(item.records for item in chosen) if all(item.records for item in chosen) else 0
+        if rate is None:
+            self._seen = (batch, records)
+        elif _is_low(rate, batch, records):
+            self._warn(rate, f"the first batch has {_share(batch, records)}")
 
     @property
     def seen_text(self) -> str:
@@ -78,57 +81,13 @@ class RateCheck:
 
     def check_size(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""
-        if rate is None:
+        if rate is None or expected is None or batch <= 2 * expected + 10:  # more than chance makes of it
             return False
-        low = expected is not None and batch > 2 * expected + 10  # more than chance makes of it
-        if low:
-            self._warn(
-                rate, f"expected_batch_size={expected:g} was given with it, and the first batch has {batch} samples"
-            )
-        return low
-
-    def _first(self, rate: float | None, batch: int) -> None:
-        kinds: list[type] = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
-        now, never = time.monotonic(), (-1, 0.0)
-        known = [(sys.getrefcount(kind), *_WITHOUT.get(kind, never)) for kind in kinds]
-        if all(count <= before and now - when < _SECONDS for count, before, when in known):
-            self._looks = 3
-            return
-        iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
-        if not iterators:
-            _WITHOUT.update([(kind, (sys.getrefcount(kind), now)) for kind in kinds])
-        found = [_open(item, batch) for item in iterators if getattr(item, "_num_yielded", 0)]
-        said = {_is_low(rate, batch, item.records) for item in found}
-        if len(said) == 1:
-            self._judge(rate, batch, found)
-        elif said:
-            self._open = found
-        else:
-            self._looks = 3
-
-    def _again(self, rate: float | None, batch: int) -> None:
-        moved = [item for item in self._open if getattr(item.iterator(), "_num_yielded", 0) > item.handed]
-        if moved:
-            self._judge(rate, batch, moved)
-        elif self._looks == 3:  # they are all gone: as if they had moved
-            self._judge(rate, batch, self._open)
-
-    def _judge(self, rate: float | None, batch: int, found: list[_Open]) -> None:
-        """These loaders may have handed out the batch."""
-        chosen = [item for item in found if item.fits] or found
-        self._looks, self._open = 3, []
-        records = 0 if any(not item.records for item in chosen) else max((item.records for item in chosen), default=0)
-        if chosen and (why := chosen[0].uneven):
-            warnings.warn(
-                f"{why}: no sample rate is that of every record, and epsilon will be too small. {REMEDY}.", stacklevel=2
-            )
-        if rate is None:
-            self._seen = (batch, records)
-        elif _is_low(rate, batch, records):
-            self._warn(rate, f"the first batch has {_share(batch, records)}")
+        self._warn(rate, f"expected_batch_size={expected:g} was given with it, and the first batch has {batch} samples")
+        return True
 
     def _warn(self, rate: float, seen: str, stacklevel: int = 2) -> None:
-        self._looks, self.low = 3, True
+        self._looked = self.low = True
         warnings.warn(
             f"sample_rate={rate:g} is far below what is sampled: {seen}. epsilon grows with the rate, and what is said "
             "of it would be too small: give batch / records, or train with fastdp.poisson_loader, which tells it.",
@@ -140,29 +99,38 @@ def _share(batch: int, records: int) -> str:
     return f"{batch} of the {records} records of its DataLoader, a rate of {batch / records:.3g}"
 
 
-def _is_low(rate: float | None, batch: int, records: int) -> bool:
-    """Whether the rate is far below the batch's; without one, whether the batch's is known."""
-    return bool(records) and (rate is None or rate < batch / records / 2)
+def _is_low(rate: float, batch: int, records: int) -> bool:
+    """Whether the rate is far below the batch's, if that is known."""
+    return bool(records) and rate < batch / records / 2
+
+
+def _iterated(batch: int) -> list[_Open]:
+    """The iterations over DataLoaders that are under way in this process, as the garbage collector knows them."""
+    kinds: list[type] = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
+    now = time.monotonic()
+    known = [(sys.getrefcount(kind), *_WITHOUT.get(kind, (-1, 0.0))) for kind in kinds]
+    if all(count <= before and now - when < _SECONDS for count, before, when in known):
+        return []
+    iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
+    if not iterators:
+        _WITHOUT.update([(kind, (sys.getrefcount(kind), now)) for kind in kinds])
+    return [_open(item, batch) for item in iterators if getattr(item, "_num_yielded", 0)]
 
 
 def _open(iterator: Any, batch: int) -> _Open:
-    source: Any = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
+    batches = getattr(iterator, "_index_sampler", None)
+    source: Any = getattr(batches, "sampler", None)
     if not isinstance(source, SubsetRandomSampler):
         source = getattr(iterator, "_dataset", None)
-    size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
+    size = getattr(batches, "batch_size", None)
     try:
         count = len(source)
     except (TypeError, NotImplementedError):
         count = 0
     if not getattr(iterator, "_auto_collation", True):  # each item is a batch
         count, size = count * batch, batch
-    why = uneven(_sampler(iterator), count) if count else ""
-    return _Open(weakref.ref(iterator), iterator._num_yielded, count, size == batch, why)
-
-
-def _sampler(iterator: Any) -> Any:
-    batches = getattr(iterator, "_index_sampler", None)
-    return batches.sampler if type(batches) is BatchSampler else batches
+    why = uneven(sampler_of(batches), count) if count else ""
+    return _Open(count, size == batch, why)
 
 
 def rate_and_size(

@@ -24,7 +24,6 @@ from . import loop_checks
 
 Place = tuple[int, int]  # pass, and its logical batches handed out, the one in hand counted
 Event = tuple[str, Place]  # the mark of what a loader samples by, and the place
-_GLANCES = 2  # passes left at once before any training: for the shapes, say
 
 
 def mark_of_key(key: int) -> str:
@@ -42,13 +41,11 @@ class SkippedBatches:
         self.skipped = 0
         self.left: list[Event] = []  # of passes left before the step in hand
         self.cut: list[Event] = []  # the same, where some physical batches of the logical one had a step
-        self.after: list[Event] = []  # in hand, or handed out, after the optimizer was detached
         self.passes = 0  # without a step
         self.turns: list[bytearray] = []  # of passes that are over: 1 for each batch that had a step, 0 where another's
         self.stepped = Stepped()  # of batches that were taken out of the loader before
         self.asked = False  # for epsilon, since a batch was handed out
         self._evaluates = False  # whether it trains with the model in the mode of evaluation
-        self._loaders: weakref.WeakSet[LoaderUsers] = weakref.WeakSet()
         self._before = 0  # chosen among, as a state that was loaded says
         self._told: tuple[int, ...] = (0,) * 5
 
@@ -63,29 +60,10 @@ class SkippedBatches:
         """Batches passed over where others were chosen for a step."""
         return self._before + self.stepped.passed_over + turns_passed_over(self.turns)
 
-    def train(self, known: LoaderUsers) -> None:
+    def train(self) -> None:
         """A backward or step on a batch of a loader."""
         model = self._model()
         self._evaluates = model is not None and not model.training
-        if known in self._loaders:
-            return
-        self._loaders.add(known)
-        for other in [other for other in known.gone if other.of(model)]:
-            known.gone.remove(other)
-            self.read(other.state_dict(gone=True))()
-        if not known and known.glances > _GLANCES:
-            self.passes += known.glances
-
-    def of(self, model: nn.Module | None) -> bool:
-        """Whether the optimizer trained this model."""
-        return model is not None and self._model() is model
-
-    def end(self) -> None:
-        """The optimizer is detached: another may go on where it was."""
-        if not self.over:
-            self.over = True
-            for known in self._loaders:
-                known.gone.append(self)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -100,7 +78,7 @@ class SkippedBatches:
             taken.told.discard(self)
             trainers = None if taken.loader is None else taken.loader()
             if trainers is not None:
-                self.train(trainers)
+                self.train()
                 trainers.add(self)
             self.warn(again=False, stacklevel=6)
 
@@ -119,14 +97,13 @@ class SkippedBatches:
 
     def redo(self, mark: str, place: Place) -> None:
         """A loader hands out (again) what follows this place."""
-        for events in (self.left, self.cut, self.after):
+        for events in (self.left, self.cut):
             events[:] = [(of, where) for of, where in events if of != mark or where <= place]
 
-    def state_dict(self, gone: bool = False) -> dict[str, Any]:
-        """What another optimizer that goes on must know; gone: one of the same model, after this was detached."""
-        left = [*self.left, *self.after] if gone else self.left
+    def state_dict(self) -> dict[str, Any]:
+        """What another optimizer that goes on must know."""
         state: dict[str, Any] = {"skipped": self.skipped, "chosen": self.chosen, "passes": self.passes}
-        state["left"] = [(mark, *place) for mark, place in left]
+        state["left"] = [(mark, *place) for mark, place in self.left]
         state["cut"] = [(mark, *place) for mark, place in self.cut]
         return {name: value for name, value in state.items() if value}
 
@@ -152,8 +129,6 @@ class LoaderUsers(weakref.WeakSet[SkippedBatches]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.glances = 0  # passes that were left after a batch, before any training
-        self.gone: list[SkippedBatches] = []  # of those that were detached, what others must go on from
         self.taken: deque[Taken] = deque(maxlen=4)  # the last passes in which nobody trained
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -168,7 +143,7 @@ class PassWatch:
 
     def __init__(self, loader: int, known: LoaderUsers, rate: float) -> None:
         self.loader, self._known, self._rate = loader, known, rate
-        self._mark, self._first, self._steps = "", (0, 0), 0
+        self._mark, self._first = "", (0, 0)
         # of each that trains on this pass, 1 or 0 for each batch: whether it stepped
         self._trainers: weakref.WeakKeyDictionary[SkippedBatches, bytearray] = weakref.WeakKeyDictionary()
         self._trained = self._closed = self._looked = False
@@ -178,14 +153,14 @@ class PassWatch:
         self._waits = False  # whether it has had a backward
         self._taken: Taken | None = None  # the batches so far, where none was trained on
 
-    def begin(self, mark: str, place: Place, steps: int) -> None:
-        """The pass begins at this place, and has so many logical batches."""
-        self._mark, self._first, self._steps = mark, place, steps
+    def begin(self, mark: str, place: Place) -> None:
+        """The pass begins at this place."""
+        self._mark, self._first = mark, place
 
     def train(self, missed: SkippedBatches, taken: bool = False, final: bool = False) -> None:
         """A backward on the batch in hand, or a step (taken), which ends the logical batch (final)."""
         if missed not in self._trainers:
-            missed.train(self._known)
+            missed.train()
             missed.redo(self._mark, self._first)
             self._trainers[missed] = bytearray(self._handed)  # none of those before
         if not self._trained:
@@ -217,22 +192,21 @@ class PassWatch:
         """No batch follows. Raises StepError where none has stepped on the last."""
         self._look()
         self._check(loop_checks.LAST_SKIPPED)
-        self.leave(whole=True)
+        self.leave()
 
-    def leave(self, whole: bool = False) -> None:
+    def leave(self) -> None:
         """The pass is over, or was left; said once."""
         if self._closed:
             return
         self._closed = True
         if not self._trained:
-            self._unused(whole)
+            self._unused()
             return
         living = _living(self._trainers)
         for missed in living:
             steps = self._trainers[missed]
             missed.turns.append(steps[:-1] if self._due else steps)  # without one on which nobody has stepped
         if self._open:
-            self._note_gone()
             for missed in living:
                 (missed.left if self._due else missed.cut).append((self._mark, self._place))
                 if missed.asked:
@@ -245,15 +219,12 @@ class PassWatch:
         if self._trained:
             self.leave()
 
-    def _unused(self, whole: bool) -> None:
+    def _unused(self) -> None:
         """Nobody has trained on the pass."""
         # what a framework fetched ahead, and gave to nobody, is no pass
         known = [] if self._looked or not self._handed else _living(self._known)
         for missed in known:
             missed.passes += 1
-        if not self._looked:
-            # to look at a batch or two before training, or at all of them, is no choice
-            self._known.glances += not self._known and self._handed > 0 and (not whole or self._steps == 1)
         if self._taken is not None:
             self._taken.looked, self._taken.loader = self._looked, weakref.ref(self._known)
             self._taken.told.update(known)
@@ -271,13 +242,6 @@ class PassWatch:
                 missed.skipped += 1
                 missed.refused(error)
             raise error
-        self._note_gone()
-
-    def _note_gone(self) -> None:
-        """A batch had no step, and the optimizers that trained before it were detached: one more may come."""
-        for missed in list(self._trainers) if self._due else ():
-            if missed.over and all(mark != self._mark or place[0] != self._place[0] for mark, place in missed.after):
-                missed.after.append((self._mark, self._place))
 
     def _look(self) -> None:
         """Whether the pass is for looking only: without gradients, or while no model of the loader's is trained."""

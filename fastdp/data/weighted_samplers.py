@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from .random_generators import RandomNumbers, kept_by
 
@@ -21,8 +28,8 @@ REMEDY = (
 
 
 def sampler_of(loader: Any) -> Any:
-    """What chooses a DataLoader's records: its sampler, or a batch sampler of its own kind."""
-    batches = getattr(loader, "batch_sampler", None)
+    """What chooses a DataLoader's records (or a batch sampler's): its sampler, or a batch sampler of its own kind."""
+    batches = loader if isinstance(loader, Sampler) else getattr(loader, "batch_sampler", None)
     if batches is None:
         return getattr(loader, "sampler", None)
     return batches.sampler if type(batches) is BatchSampler else batches

@@ -127,7 +127,7 @@ def _same_randomness() -> Iterator[None]:
         random.setstate(python_state)
 
 
-def same_on_all(group: Any, tensors: Sequence[Tensor], device: str) -> bool:
+def same_on_all(group: Any, tensors: Sequence[Tensor], device: torch.device | str) -> bool:
     """Whether all processes of a group hold the same numbers. All of them must ask."""
     own = torch.tensor([int(mark_of_tensors(list(tensors)), 16) >> 1], device=device)
     least, most = own.clone(), own.clone()

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ParameterError
 from . import private_names as names
-from .fingerprints import mark, mark_of_tensors
+from .fingerprints import mark, same_on_all
 from .fsdp_hooks import quiet
 from .shards import Part
 from .world import World, processes
@@ -115,12 +114,8 @@ class Sharded:
         once they have agreed to."""
         differ = 0
         for copies, parts in self._copied().values():
-            own = torch.tensor([int(mark_of_tensors(parts), 16) >> 1], device=parts[0].device)
-            least, most = own.clone(), own.clone()
             with self._world.exchanging():
-                dist.all_reduce(least, dist.ReduceOp.MIN, group=copies)
-                dist.all_reduce(most, dist.ReduceOp.MAX, group=copies)
-            differ += int(least) != int(most)
+                differ += not same_on_all(copies, parts, parts[0].device)
         if self._world.agree({"looking at": "copies of the model"}, differ):
             raise ParameterError(
                 "the copies of the model that HSDP's mesh holds differ in their weights: give all ranks the same "

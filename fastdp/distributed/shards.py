@@ -11,101 +11,11 @@ from torch import Tensor
 from ..errors import ParameterError
 
 
-class Part(NamedTuple):
-    """A part of a parameter, cut along one dimension into `ranks` chunks of equal size, of which the last ones may be
-    short or empty; the part is the chunk `rank`.
+class Box(NamedTuple):
+    """What lies here of a parameter: places [low, high) of each dimension.
 
     In the whole parameter's order it is `rows` runs of `length` elements, `stride` apart, from `first` on.
     """
-
-    shape: torch.Size  # of the whole
-    dim: int
-    rank: int
-    ranks: int
-
-    @property
-    def size(self) -> int:
-        """Of the dimension that is cut."""
-        return self.shape[self.dim] if self.shape else 1
-
-    @property
-    def chunk(self) -> int:
-        """How many of its places a process has, at most."""
-        return -(-self.size // self.ranks)
-
-    @property
-    def low(self) -> int:
-        return min(self.rank * self.chunk, self.size)
-
-    @property
-    def high(self) -> int:
-        return min(self.low + self.chunk, self.size)
-
-    @property
-    def inner(self) -> int:
-        """Elements of one place."""
-        return math.prod(self.shape[self.dim + 1 :])
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape[: self.dim])
-
-    @property
-    def length(self) -> int:
-        return (self.high - self.low) * self.inner
-
-    @property
-    def stride(self) -> int:
-        return self.size * self.inner
-
-    @property
-    def first(self) -> int:
-        return self.low * self.inner
-
-    @property
-    def local_shape(self) -> torch.Size:
-        return torch.Size((*self.shape[: self.dim], self.high - self.low, *self.shape[self.dim + 1 :]))
-
-    @property
-    def padded(self) -> int:
-        """Elements of each process's share in a sum that is cut."""
-        return self.rows * self.chunk * self.inner
-
-    @property
-    def even(self) -> bool:
-        """Whether a contiguous sum of the whole is cut as it lies."""
-        return self.rows == 1 and self.chunk * self.ranks == self.size
-
-    def cut(self, total: Tensor, into: Tensor) -> None:
-        """Write a sum of the whole into zeros [ranks, padded], each process's share in a row."""
-        by_place = total.reshape(self.rows, self.size, self.inner)
-        shares = into.unflatten(1, (self.rows, self.chunk, self.inner))
-        full, rest = divmod(self.size, max(self.chunk, 1))  # ranks with a whole chunk, and places of the next one
-        whole = by_place[:, : full * self.chunk].unflatten(1, (full, self.chunk))
-        shares[:full].copy_(whole.transpose(0, 1))
-        if rest:
-            shares[full, :, :rest].copy_(by_place[:, full * self.chunk :])
-
-    def own(self, share: Tensor) -> Tensor:
-        """Of this process's share [padded]: the part, in its shape."""
-        places = share.view(self.rows, self.chunk, self.inner)
-        return places[:, : self.high - self.low].reshape(self.local_shape)
-
-
-def placed_like(local: Tensor, parameter: Any) -> Tensor:
-    """A tensor that lies on the processes as the parameter does. local: this process's part."""
-    if not hasattr(parameter, "placements"):
-        return local
-    from torch.distributed.tensor import DTensor  # imports what takes a second
-
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
-
-
-class Box(NamedTuple):
-    """A part of a parameter that is cut along two dimensions: places [low, high) of each."""
 
     shape: torch.Size  # of the whole
     low: tuple[int, ...]
@@ -137,21 +47,99 @@ class Box(NamedTuple):
         return sum(low * math.prod(self.shape[d + 1 :]) for d, low in enumerate(self.low))
 
 
-def placed_within(outer: Part, inner: Part | None) -> Part | Box:
+class Part(NamedTuple):
+    """A part of a parameter, cut along one dimension into `ranks` chunks of equal size, of which the last ones may be
+    short or empty; the part is the chunk `rank`."""
+
+    shape: torch.Size  # of the whole
+    dim: int
+    rank: int
+    ranks: int
+
+    @property
+    def size(self) -> int:
+        """Of the dimension that is cut."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @property
+    def chunk(self) -> int:
+        """How many of its places a process has, at most."""
+        return -(-self.size // self.ranks)
+
+    @property
+    def low(self) -> int:
+        return min(self.rank * self.chunk, self.size)
+
+    @property
+    def high(self) -> int:
+        return min(self.low + self.chunk, self.size)
+
+    @property
+    def box(self) -> Box:
+        """The same of every dimension."""
+        low, high = [0] * len(self.shape), list(self.shape)
+        if self.shape:
+            low[self.dim], high[self.dim] = self.low, self.high
+        return Box(self.shape, tuple(low), tuple(high))
+
+    @property
+    def _runs(self) -> tuple[int, int]:
+        """How many runs of the cut dimension there are, and the elements of one place."""
+        return math.prod(self.shape[: self.dim]), math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def padded(self) -> int:
+        """Elements of each process's share in a sum that is cut."""
+        return self._runs[0] * self.chunk * self._runs[1]
+
+    @property
+    def even(self) -> bool:
+        """Whether a contiguous sum of the whole is cut as it lies."""
+        return self._runs[0] == 1 and self.chunk * self.ranks == self.size
+
+    def cut(self, total: Tensor, into: Tensor) -> None:
+        """Write a sum of the whole into zeros [ranks, padded], each process's share in a row."""
+        rows, inner = self._runs
+        by_place = total.reshape(rows, self.size, inner)
+        shares = into.unflatten(1, (rows, self.chunk, inner))
+        full, rest = divmod(self.size, max(self.chunk, 1))  # ranks with a whole chunk, and places of the next one
+        whole = by_place[:, : full * self.chunk].unflatten(1, (full, self.chunk))
+        shares[:full].copy_(whole.transpose(0, 1))
+        if rest:
+            shares[full, :, :rest].copy_(by_place[:, full * self.chunk :])
+
+    def own(self, share: Tensor) -> Tensor:
+        """Of this process's share [padded]: the part, in its shape."""
+        places = share.view(self._runs[0], self.chunk, self._runs[1])
+        return places[:, : self.high - self.low].reshape(self.box.local_shape)
+
+
+def placed_like(local: Tensor, parameter: Any) -> Tensor:
+    """A tensor that lies on the processes as the parameter does. local: this process's part."""
+    if not hasattr(parameter, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor  # imports what takes a second
+
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def placed_within(outer: Part, inner: Part | None) -> Box:
     """What is left of a part that is itself cut. inner: of the outer part's shape.
 
     Raises ParameterError where it is not runs of one length and distance in the whole parameter's order.
     """
+    found = outer.box
     if inner is None:
-        return outer
-    low, high = [0] * len(outer.shape), list(outer.shape)
-    low[outer.dim], high[outer.dim] = outer.low, outer.high
-    base = low[inner.dim]
-    low[inner.dim], high[inner.dim] = base + inner.low, base + inner.high
-    cut = sorted({outer.dim, inner.dim} - {0})
-    if len(cut) > 1:
+        return found
+    if len({outer.dim, inner.dim} - {0}) > 1:
         raise ParameterError(
             f"a parameter of shape {tuple(outer.shape)} is cut along dimensions {outer.dim} and {inner.dim}: let "
             "fully_shard cut dimension 0 (leave shard_placement_fn out)"
         )
+    low, high = list(found.low), list(found.high)
+    base = low[inner.dim]
+    low[inner.dim], high[inner.dim] = base + inner.low, base + inner.high
     return Box(outer.shape, tuple(low), tuple(high))

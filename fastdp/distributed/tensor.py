@@ -117,7 +117,8 @@ class TensorParallel:
         part = None if inner is None else inner[1]
         whole = self.split(leaf)
         if whole is None or self.is_copied(leaf):
-            return part if part is not None or whole is None else Part(whole.shape, 0, 0, 1)
+            part = Part(whole.shape, 0, 0, 1) if part is None and whole is not None else part
+            return None if part is None else part.box
         return placed_within(Part(whole.shape, whole.placements[0].dim % whole.dim(), self.rank, self.size), part)
 
     def check_copies(self) -> None:

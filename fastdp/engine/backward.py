@@ -18,12 +18,11 @@ from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.planner import Planner
 from ..ops.common import exactly
 from ..utils.garbage_collection import COLLECTOR
-from .activation_hooks import UNGUARDED
+from .activation_hooks import UNGUARDED, Owner
 from .explain import Plan
 from .forward_record import PRIVATE_GRAPH, UNSEEN, Expected, ForwardRecord, PassRecord, inferred_error, mixing_error
 from .forward_threads import two_backwards
 from .gradients import Gradients, check_unwritten
-from .hook_watch import Owner
 from .layerwise import ByGroup, LayerwiseSums
 from .memory_budget import Replays, Rerun
 from .multiple_forwards import MultipleForwards
@@ -67,7 +66,7 @@ class Backward:
         self, tracked: Tracked, planner: Planner, mean: bool, on_end: Callable[[Gradients], None] | None = None
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
-        self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
+        self.owner: Owner | None = None  # of the forwards, whose hooks must not change gradients
         self._expected: dict[int, Expected] = {}  # what backward was called on, by thread
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.begins: Callable[[], None] = lambda: None  # told of every forward that a backward may follow
@@ -125,14 +124,14 @@ class Backward:
         """Forwards that no backward has gone through yet."""
         return self._open_forwards
 
+    def is_running(self) -> bool:
+        """Whether a backward has reached the model (or has failed there, and no forward followed)."""
+        return self._tape is not None
+
     def thread(self) -> int | None:
         """The thread of the forwards that the backward goes through that runs, or has failed; None where none does."""
         tape = self._tape
         return None if tape is None else tape.thread
-
-    def give_up(self, before: int) -> None:
-        """A forward was begun and nothing of it ran: as many are open as before."""
-        self._open_forwards = before
 
     def forget(self) -> None:
         """Drop what the last backward left."""
@@ -181,11 +180,13 @@ class Backward:
         if expected is not None:
             expected.reached = True
             problem, expected.problem = expected.problem, None
-            if isinstance(problem, Warning):
-                warnings.warn(problem, stacklevel=2)
-            elif problem is not None and not self.tracked.is_sharded:
-                self.gradients = None
-                raise problem
+        if self.owner is not None and self.owner.changed is not None:
+            problem, self.owner.changed = self.owner.changed, None
+        if isinstance(problem, Warning):
+            warnings.warn(problem, stacklevel=2)
+        elif problem is not None and not self.tracked.is_sharded:
+            self.gradients = None
+            raise problem
         tape = self._tape
         if tape is None:
             with self._lock:

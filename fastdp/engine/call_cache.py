@@ -7,7 +7,7 @@ no rows in an order of their own, nothing mixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 from ..batch_axis import operator_table
 from ..batch_axis.aliasing import is_apart, look, shares
 from ..batch_axis.batch_positions import made_in_sight, may_matter
-from ..batch_axis.calls import rule_of
-from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.calls import Call, rule_of
+from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import function_name, is_in_place
 from ..batch_axis.python_reads import GIVING
-from ..batch_axis.tensor_notes import NUMBER, NUMBER_OF
+from ..batch_axis.tensor_notes import NUMBER, NUMBER_OF, UNTRACKED
 from ..grad_sample.attention import COMPOSITES
 from ..grad_sample.parameter_links import link_of
 from ..grad_sample.routed_rows import PRODUCTS, gathered_of
@@ -126,12 +126,12 @@ class Memo:
             self.captures.clear()
         return known_calls(self._known, self.captures, batch, tracked, stack, asked)
 
-    def learn(self, signature: Any, out: Any, batch: int) -> None:
+    def learn(self, signature: Any, call: Call) -> None:
         """Keep the layouts of the results, if they are plain."""
         found: list[Layout | None] = []
         had_data = any(isinstance(part, Layout) for part in signature)
-        for tensor in tensors_in(out):
-            layout = tag_of(tensor, batch)
+        for tensor in call.results():
+            layout = tag_of(tensor, call.batch)
             if layout is not None and (layout.mixed or layout.owner is not None):
                 return
             if (layout is None and had_data) or made_in_sight(tensor):
@@ -141,6 +141,16 @@ class Memo:
             self._known[signature] = tuple(found)
         except TypeError:
             return
+
+
+def tag_results(out: Any, known: Sequence[Layout | None]) -> Any:
+    """The results of a known call, with their layouts."""
+    for tensor, layout in zip(tensors_in(out), known, strict=True):
+        if layout is not None:
+            tag(tensor, layout)
+        elif tensor.requires_grad and not tensor.is_leaf:
+            tensor.__dict__[UNTRACKED] = True
+    return out
 
 
 class _Depends(Exception):

@@ -33,25 +33,28 @@ from ..grad_sample.attention import COMPOSITES
 from ..grad_sample.captured_call import Applied
 from ..grad_sample.forward_pass import ForwardPass
 from ..grad_sample.generic import capture_generic, capture_in_format
+from ..grad_sample.one_sample import one_sample_of
 from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, mark_derived, span_of
 from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
-from ..grad_sample.sample_loops import one_sample_of
-from ..utils.pytree import tensors_in
 from .activation_hooks import hooked, refuse_node
-from .call_cache import inquires
-from .call_checks import Watcher, look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
-from .checkpointing import custom_function, watch_region
+from .call_cache import inquires, tag_results
+from .call_checks import look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
+from .checkpointing import watch_region
 from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
-from .parameter_slices import FOLLOWED, keep_parts, note_parts, taken_from_parts
+from .parameter_slices import FOLLOWED, follow, note_parts
 from .state import Engine
 from .tracked_parameters import owned_by
+
+WITHOUT_GRAD = "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"
 
 
 class Pass(PassRecord):
     """One outermost forward of the model (or of one of its modules)."""
+
+    watcher = None  # known_calls.cpp asks for it
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Pass(PassRecord):
         people: People | None = None,
         moment: Generation | None = None,
     ) -> None:
-        super().__init__(batch, people, count, moment or Generation(engine.owner), engine.token_node)
+        super().__init__(batch, people, count, moment or Generation(engine.owner))
         self.engine, self.backward, self.tracked = engine, engine.backward, tracked
         self.arrived, self.memo, self.planner = engine.backward.arrived, engine.memo, engine.planner
         self.token, self.lowers, self.root = engine.token, engine.backward.tracked.lowers, type(engine.model).__name__
@@ -75,14 +78,9 @@ class Pass(PassRecord):
         self.by_nodes = engine.planner.memory_budget is None  # captured calls may be autograd's own nodes
         if self.known_calls is not None:
             self.known_calls.serve(self.mode)
-        self.watcher: Watcher | None = None
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.exposed, self.reads = EscapedValues(batch, engine.model), engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
-
-    @property
-    def compiling(self) -> bool:
-        return self.watcher is not None
 
     @property
     def path(self) -> str:
@@ -98,8 +96,6 @@ class Pass(PassRecord):
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
-        if self.watcher is not None:
-            self.watcher.captured(data)
         return self.token
 
     def begin_record(self, path: str) -> bool:
@@ -167,37 +163,16 @@ class Pass(PassRecord):
                 self.engine.sizes.asked(args[0], out, self.batch)
             return out
         if func in REACHING_GRAPH and not (self.is_parameter(args[0]) and refuse_node(self, func, args[0])):
-            return hooked(self.engine.owner, self.batch, self.path, func, args, kwargs)
-        if func in FOLLOWED and self.watcher is None:
-            return self._follow(func, args, kwargs)
-        return self._dispatch(func, args, kwargs)
+            return hooked(self.engine.owner, self.path, func, args, kwargs)
+        return follow(self, func, args, kwargs) if func in FOLLOWED else self.make(func, args, kwargs)
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that may take out what is made of parameters alone. (Not in compiled code, which takes it itself.)"""
-        if func is torch.Tensor.__getitem__:
-            out = taken_from_parts(self.dispatch, args)
-            if out is not NotImplemented:
-                self.taken.add(out)
-                return out
-        out = self._dispatch(func, args, kwargs)
-        if func is torch.Tensor.__setitem__:
-            self.taken.renew(args[2])  # whole[index] = value
-        elif func is not torch.Tensor.__getitem__:
-            keep_parts(out, args, kwargs)
-        return out
-
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, by what is known of it, or by what is asked."""
         asked = bool(self.exposed)  # every call, once data has left torch
         signature = None if asked else self.memo.signature(func, args, kwargs, self.batch, self.tracked)
         known = self.memo.layouts(signature)
         if known is not None:
-            out = func(*args, **kwargs)
-            for tensor, layout in zip((out,) if isinstance(out, Tensor) else tensors_in(out), known, strict=True):
-                if layout is not None:
-                    tag(tensor, layout)
-                elif tensor.requires_grad and not tensor.is_leaf:
-                    tensor.__dict__[UNTRACKED] = True
-            return out
+            return tag_results(func(*args, **kwargs), known)
         self.unaccounted = False
         call = Call(func, args, kwargs, self.batch, self.path)
         out = self._ask(call)
@@ -207,9 +182,7 @@ class Pass(PassRecord):
             self.reads.note(NOTED.pop(), None)
             NOTED.clear()
         if signature is not None and not self.unaccounted:
-            self.memo.learn(signature, out, self.batch)
-        elif self.watcher is not None:
-            self.watcher.asked(call)
+            self.memo.learn(signature, call)
         return out
 
     def _ask(self, call: Call) -> Any:
@@ -221,11 +194,8 @@ class Pass(PassRecord):
             calls = 0 if has_data else len(self.stack)
             watch_region(self.engine, self.path, self.batch, self.moment, calls, parameters)
             self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
-            for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
-                if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
-                    where = custom_function()
-                    if where:
-                        self.note_use(leaf, f"{self.place(call.name)}, {where}")
+            for parameter in parameters:
+                self.note_use(parameter, f"{self.place(call.name)}, {WITHOUT_GRAD}")
         elif parameters:
             watch_region(self.engine, self.path, self.batch, self.moment)
             return self._combined(call, parameters) if has_data else self._derived(call, parameters)
@@ -298,7 +268,7 @@ class Pass(PassRecord):
         if call.name in COMPUTING:
             self._judge_sizes(call, of_parameters=True)
         for leaf in mark_derived(call, self, parameters):
-            self.backward.last_use_of[id(leaf)] = self.place(call.name)
+            self.note_use(leaf, self.place(call.name))
         return out
 
     def _carry(self, call: Call) -> Any:

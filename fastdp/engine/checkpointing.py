@@ -88,19 +88,3 @@ def _seen(
     setattr(again, _WRAPPED, True)
     again.__wrapped__ = function  # type: ignore[attr-defined]
     return again
-
-
-def custom_function() -> str:
-    """The torch.autograd.Function in whose forward the caller stands, if its context shows it; for messages.
-
-    "" in a checkpointed region: it is computed again, and seen then.
-    """
-    for frame in frames():
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
-        if isinstance(first, torch.autograd.function.FunctionCtx):
-            name = type(first).__name__.removesuffix("Backward")
-            if getattr(first, "_forward_cls", None) is checkpoint.CheckpointFunction:
-                return ""
-            return f"in the forward of {name}, a torch.autograd.Function: register_rule({name}) makes it seen"
-    return "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"

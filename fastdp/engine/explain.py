@@ -8,9 +8,8 @@ and a clipped sum.
 from __future__ import annotations
 
 import copy
-import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,40 +34,6 @@ class PlanRow(NamedTuple):
     bytes: int
     predicted_ms: float | None
     measured_ms: float | None
-
-
-_SIDES = (*["left"] * 4, *["right"] * 4)  # of the columns: words, then numbers
-
-
-class PlanText(str):
-    """A plan as text, which notebooks show as a table: `_repr_html_`."""
-
-    _cells: Sequence[Sequence[str]]
-    _notes: Sequence[str]
-
-    def __new__(cls, cells: Sequence[Sequence[str]], notes: Sequence[str]) -> PlanText:
-        """Aligned text of rows, of which the first is the head, and lines below them."""
-        widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        self = super().__new__(cls, "\n".join([*lines, *notes]))
-        self._cells, self._notes = cells, notes
-        return self
-
-    def __reduce__(self) -> Any:
-        return PlanText, (self._cells, self._notes)
-
-    def _repr_html_(self) -> str:
-        head, *rows = [[html.escape(cell) for cell in row] for row in self._cells]
-        tags = [f'<td style="text-align: {side}">' for side in _SIDES[: len(head)]]
-        lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"]
-        for row in rows:
-            lines.append(f"<tr>{''.join(f'{tag}{cell}</td>' for tag, cell in zip(tags, row, strict=True))}</tr>")
-        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self._notes)
-        return f"<table>{''.join(lines)}</table>{notes}"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython prints where it shows no HTML: lines, and not a string in quotes."""
-        printer.text(str(self))
 
 
 class Plan:
@@ -116,9 +81,23 @@ class Plan:
             rows.append(PlanRow(owners, function, text, route, units, held, predicted, measured))
         return rows + [row for plan in self._early for row in plan.rows(named)]
 
-    def table(self, named: Mapping[str, Tensor], profile: bool, compiled: Sequence[str]) -> PlanText:
-        """The rows as text; what a sample is, where it is not a record."""
-        return table(self.rows(named), profile, compiled, [] if self._people is None else [str(self._people)])
+    def table(self, named: Mapping[str, Tensor], profile: bool) -> str:
+        """The rows as aligned text, with `profile` also the measured time of each use; what a sample is, where it is
+        not a record."""
+        rows = self.rows(named)
+        head = ["parameter", "function", "shape", "route", "units", "bytes", "predicted ms"] + ["measured ms"] * profile
+        cells = [head]
+        for r in rows:
+            words = [r.parameter, r.function, r.shape, r.route]
+            cells.append([*words, f"{r.units:.2f}", _bytes(r.bytes), _ms(r.predicted_ms)])
+            if profile:
+                cells[-1].append(_ms(r.measured_ms))
+        widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        last = f"{len(rows)} uses, {_bytes(sum(r.bytes for r in rows))} held until the end of backward"
+        if profile:
+            last += f", {sum(r.measured_ms or 0 for r in rows):.2f} ms measured"
+        return "\n".join([*lines, last] if self._people is None else [*lines, last, str(self._people)])
 
 
 def _shape_and_units(shape: Shape | Segments | None, route: str, batch: int, operand: Tensor) -> tuple[str, float]:
@@ -130,27 +109,6 @@ def _shape_and_units(shape: Shape | Segments | None, route: str, batch: int, ope
     family, b, t, i, o, _ = shape
     norm = {"T=1": (i + o) / (i * o), "gram": t * (i + o) / (i * o), "direct": 1.0, "materialise": 0.0}[route]
     return f"{family} B={b} T={t} I={i} O={o}", norm + 1
-
-
-def table(
-    rows: list[PlanRow], profile: bool = False, compiled: Sequence[str] = (), notes: Sequence[str] = ()
-) -> PlanText:
-    """The plan as aligned text; with `profile` also the measured time of each use.
-
-    compiled: lines on what torch.compile compiled, put below, before the notes.
-    """
-    head = ["parameter", "function", "shape", "route", "units", "bytes", "predicted ms"] + ["measured ms"] * profile
-    cells = [head]
-    for r in rows:
-        cells.append(
-            [r.parameter, r.function, r.shape, r.route, f"{r.units:.2f}", _bytes(r.bytes), _ms(r.predicted_ms)]
-        )
-        if profile:
-            cells[-1].append(_ms(r.measured_ms))
-    last = f"{len(rows)} uses, {_bytes(sum(r.bytes for r in rows))} held until the end of backward"
-    if profile:
-        last += f", {sum(r.measured_ms or 0 for r in rows):.2f} ms measured"
-    return PlanText(cells, [last, *[f"torch.compile: {line}" for line in compiled], *notes])
 
 
 def _ms(value: float | None) -> str:

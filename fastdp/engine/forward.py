@@ -26,7 +26,7 @@ from .backward import Arrival, Backward
 from .buffer_checks import Stateful, refuse_filled, states_of, warn_of_states
 from .capture import Pass
 from .checkpointing import watch_region
-from .compile_stance import PLAINLY, Switches
+from .compile_stance import PLAINLY, CompiledModules
 from .forward_record import joined_error
 from .forward_threads import Turn
 from .loader_tracking import handed_out_in, read_in
@@ -51,7 +51,7 @@ class Forward(Engine):
         self._warned = set[str]()  # buffers that hold data
         self._writing = set[str]()  # modules that write buffers in eval mode
         self._states: dict[str, list[tuple[nn.Module, str, str]]] = {}  # of modules called without gradients
-        self._switches: Switches | None = None
+        self._compiled: CompiledModules | None = None
         backward.ended = self.backward_ended
 
     # ------------------------------------------------------------------ on the model and off it
@@ -63,7 +63,7 @@ class Forward(Engine):
             before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
             self._handles += [numbered(before, -1, first=True), numbered(after, -2)]
-        self._switches = Switches(self)
+        self._compiled = CompiledModules(self.model)
         for parameter in self.model.parameters():
             note_parameter(self.backward.tracked.whole(parameter))
         ENGINES.add(self)
@@ -80,12 +80,8 @@ class Forward(Engine):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._switches is not None:
-            self._switches.remove()
-
-    def compiled(self) -> list[str]:
-        """Lines on what torch.compile compiled; none without it."""
-        return [] if self._switches is None else self._switches.report()
+        if self._compiled is not None:
+            self._compiled.restore()
 
     @contextlib.contextmanager
     def public(self) -> Iterator[None]:
@@ -145,7 +141,7 @@ class Forward(Engine):
             self._remember_layouts(active, path, [tag_of(t, self.batch) for t in nested_tensors((args, kwargs))])
         if block is not None:
             self.running.entered[-1] = block
-            block.inner.given = [weakref.ref(t) for t in nested_tensors((args, kwargs))]
+            block.inputs = [weakref.ref(t) for t in nested_tensors((args, kwargs))]
             block.inner.__enter__()
 
     def _begin_pass(self, path: str, args: Any, kwargs: Any) -> Pass:
@@ -160,8 +156,6 @@ class Forward(Engine):
             self.batch = self.batching.samples(args, kwargs)
             self.people = backward.whose.of_batch(self.batch)
         if not recomputing:
-            if self._switches is not None:
-                self._switches.check()
             if not path:
                 backward.tracked.check_complete()
             backward.forward_begins()
@@ -190,8 +184,6 @@ class Forward(Engine):
         active.mode.__enter__()
         COLLECTOR.begin(backward)
         PLAINLY.begin()
-        if (block := self._running(path)) is not None:
-            block.inner.__enter__()
         return active
 
     def _note_batch(self, active: Pass, path: str, tensors: list[Tensor], followed: Any) -> None:
@@ -204,11 +196,6 @@ class Forward(Engine):
             self.reads.note(unknown, None)
         hand, one = self.backward.whose.in_hand, self.batching.size == 1
         active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
-
-    def _running(self, path: str) -> Block | None:
-        """The block that runs a second time, if this is its module."""
-        block = self.backward.rerun.block
-        return block if block is not None and block.path == path else None
 
     def _last_moment(self) -> Generation | None:
         """Of the forward that is computed again."""
@@ -291,8 +278,6 @@ class Forward(Engine):
 
     def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:
         """The outermost forward ends. Returns what to put in place of its result, or None."""
-        if (block := self._running(path)) is not None:
-            block.inner.__exit__(None, None, None)
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
         self.running.active = None

@@ -73,12 +73,11 @@ def joined_error(why: str) -> SampleMixingError:
 class PassRecord:
     """What a backward knows of a forward that it goes through.
 
-    count: its uses count (not again, where a forward is recomputed); token_node: where autograd would add up the
-    gradient of what every captured call hangs on.
+    count: its uses count (not again, where a forward is recomputed).
     """
 
-    def __init__(self, batch: int, people: People | None, count: bool, moment: Generation, token_node: Any) -> None:
-        self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
+    def __init__(self, batch: int, people: People | None, count: bool, moment: Generation) -> None:
+        self.batch, self.people, self.count, self.moment = batch, people, count, moment
         self.thread = threading.get_ident()
         self.read = ""  # what has read numbers of the batch before the forward
         self.in_loss = False  # whether the loss used parameters

@@ -90,7 +90,7 @@ class LossTracking(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         if func in REACHING_GRAPH and not (args[0].is_leaf and args[0].requires_grad) and not self._is_made(args[0]):
-            return hooked(self.moment.owner, self.batch, "", func, args, kwargs)
+            return hooked(self.moment.owner, "", func, args, kwargs)
         return self._call(func, args, kwargs)
 
     def _of_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,8 +120,8 @@ class LossTracking(TorchFunctionMode):
             weighted = self._weighted(roots, given)
             problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
         engines = list(ENGINES)
+        guard_graph([engine.owner for engine in engines], roots)
         for engine in engines:
-            guard_graph(engine.owner, roots, self.batch)
             engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
         failed = True
         refused: list[Exception] = []
@@ -261,7 +261,7 @@ class LossTracking(TorchFunctionMode):
             self._note_read(NOTED.pop())
             NOTED.clear()
         if signature is not None and not (isinstance(out, Tensor) and tensor_notes.SHARE in out.__dict__):
-            self.memo.learn(signature, out, self.batch)
+            self.memo.learn(signature, call)
         return out
 
     def _judge_sizes(self, call: Call) -> None:

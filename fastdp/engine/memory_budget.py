@@ -6,19 +6,17 @@ again anyway may instead keep its own input and output gradient: the norms of it
 end the block runs forward and backward a second time, now with known clip factors. Costs a forward, an input gradient
 and the norms of the block; saves everything between.
 
-The loss may take tensors from inside the block, too (a penalty on activations): what is still alive when the block's
-forward ends keeps its whole gradient, which takes the place of the one that arrives there in the second run. The norms
-are taken again, and must be the same: a block that does not repeat itself (random numbers outside of torch's
-generators) is refused.
+A block from inside of which the loss may take tensors (a penalty on activations: they are still alive when its forward
+ends) keeps its data as any other. The norms are taken again, and must be the same: a block that does not repeat itself
+(random numbers outside of torch's generators) is refused.
 
 Source: the two-backward form of ghost clipping, Li et al. 2022.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,41 +45,23 @@ def part_of(operand: Tensor) -> Part:
 
 
 class Inner(TorchFunctionMode):
-    """Numbers the results of the torch functions that a block's forward calls, in their order.
+    """Holds weakly what the torch functions called in a block's forward return."""
 
-    wanted: the numbers of those to hold on to; the others are known only as long as somebody else holds them.
-    """
-
-    def __init__(self, wanted: Collection[int] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.wanted, self.count = wanted, 0
-        self.given: list[weakref.ref[Tensor]] = []  # the block's inputs, which functions may return as they are
-        self.seen: dict[int, weakref.ref[Tensor]] = {}
-        self.held: dict[int, Tensor] = {}
+        self.seen: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # an engine's mode is on
-            for tensor in nested_tensors(out):
-                if tensor.requires_grad:
-                    self.seen[self.count] = weakref.ref(tensor)
-                if self.count in self.wanted:
-                    self.held[self.count] = tensor
-                self.count += 1  # of every tensor: an input that a function returns as it is is a leaf the second time
+            self.seen += [weakref.ref(tensor) for tensor in nested_tensors(out) if tensor.requires_grad]
         return out
 
-    def alive(self, besides: Iterable[Tensor]) -> dict[int, Tensor]:
-        """What a loss may take: those made of data that somebody holds, by number, besides inputs and outputs."""
-        known = {id(tensor) for tensor in (*besides, *(ref() for ref in self.given))}
-        found = {}
-        for number, seen in self.seen.items():
-            tensor = seen()
-            if tensor is None or tensor.is_leaf or link_of(tensor) is not None:
-                continue  # gone, or a parameter, or made of parameters alone: its uses are captured
-            if id(tensor) not in known:
-                known.add(id(tensor))
-                found[number] = tensor
-        return found
+    def outlives(self, besides: Iterable[Tensor]) -> bool:
+        """Whether somebody holds a tensor made of data beside these: a loss may take it."""
+        known = set(map(id, besides))
+        alive = [tensor for seen in self.seen if (tensor := seen()) is not None and id(tensor) not in known]
+        return any(not tensor.is_leaf and link_of(tensor) is None for tensor in alive)
 
 
 class Block:
@@ -90,8 +70,9 @@ class Block:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
         self.inner = Inner()
+        self.inputs: list[weakref.ref[Tensor]] = []
+        self.outlived = False  # by tensors within, which the loss may take
         self.grads: list[Tensor | None] = []  # of its outputs
-        self.inner_grads: dict[int, Tensor] = {}  # of tensors within that outlive its forward
         self.arguments: tuple[Any, Any] | None = None  # known when it is computed again
         self.norm_sq: dict[Part, Tensor] = {}  # of the operands whose data was dropped
         self.calls = 1
@@ -99,15 +80,15 @@ class Block:
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def watch(self, outputs: list[Tensor]) -> None:
-        """Keep the gradients that arrive at the outputs, and at what outlives the forward within."""
+        """Keep the gradients that arrive at the outputs."""
         with torch._C.DisableTorchFunction():  # an engine's mode is on, which follows the hooks of users
             for tensor in outputs:
                 place = len(self.grads)
                 self.grads.append(None)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
-            for number, tensor in self.inner.alive(outputs).items():
-                _settled(tensor).register_hook(functools.partial(self.inner_grads.__setitem__, number))
+            inputs = [tensor for ref in self.inputs if (tensor := ref()) is not None]
+            self.outlived = self.inner.outlives([*inputs, *outputs])
         self.inner = Inner()
 
     def _keep(self, place: int, grad: Tensor) -> None:
@@ -123,13 +104,13 @@ class Block:
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
     def can_replay(self) -> bool:
-        return self.arguments is not None and self.calls == 1 and any(g is not None for g in self.grads)
+        known = self.arguments is not None and self.calls == 1 and not self.outlived
+        return known and any(g is not None for g in self.grads)
 
     def run(self) -> None:
         """Forward and backward again; what the pass records goes wherever the backward sends it."""
         assert self.arguments is not None
         args, kwargs = map_tensors(self.arguments, _fresh)
-        self.inner = Inner(self.inner_grads)
         now = random_states(*self._random)
         set_random_states(self._random)
         try:
@@ -140,13 +121,6 @@ class Block:
         pairs = [
             (t, g) for t, g in zip(nested_tensors(out), self.grads, strict=True) if g is not None and t.requires_grad
         ]
-        for number, whole in self.inner_grads.items():
-            tensor = self.inner.held.get(number)
-            if tensor is None or not tensor.requires_grad or tensor.shape != whole.shape:
-                raise StepError(_unrepeated(self.path, "other tensors were made in it the second time"))
-            _settled(tensor).register_hook(functools.partial(_instead, whole))
-            pairs.append((tensor, torch.zeros_like(whole)))  # so that the backward comes there in any case
-        self.inner = Inner()
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
@@ -271,17 +245,6 @@ def _unrepeated(path: str, what: str) -> str:
         "loss takes a tensor from within that no torch function returned (of a custom autograd function): return that "
         "tensor from the block, make the block repeat itself, or leave out memory_budget="
     )
-
-
-def _settled(tensor: Tensor) -> Tensor:
-    """Itself: of a view whose base was written to, torch makes the node when it is asked for (a hook alone crashes)."""
-    assert tensor.grad_fn is not None
-    return tensor
-
-
-def _instead(whole: Tensor, _: Tensor) -> Tensor:
-    """The hook that puts a gradient in the place of the one that arrives."""
-    return whole
 
 
 def _at_most(before: Tensor, now: Tensor) -> Tensor:

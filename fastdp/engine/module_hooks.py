@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import StepError
-from .activation_hooks import Around, around_module
+from .activation_hooks import wrap_module_hooks
 from .state import Engine
 
 _SAVING_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
@@ -23,7 +22,6 @@ class ModuleHook:
 
     def __init__(self, engine: Engine | None, path: str) -> None:
         self.engine, self.path = engine, path
-        self.around: list[Around] = []  # of the module's calls that run, where it has backward hooks
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:
         return ModuleHook(None, self.path)
@@ -33,7 +31,7 @@ class ModuleHook:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
-            if not REGION.entered and self.engine is not None and torch.is_grad_enabled():
+            if self.engine is not None and torch.is_grad_enabled():
                 refuse_compilation()
             return
         if self.engine is None:
@@ -47,20 +45,12 @@ class ModuleHook:
         if module._backward_hooks or module._backward_pre_hooks or _EVERYWHERE or _EVERYWHERE_BEFORE:
             active = self.engine.running.active
             if active is not None and torch.is_grad_enabled():
-                around = around_module(self.engine.owner, active.batch, active.path, sys._getframe(1), self._depth())
-                self.around.append(around)
+                wrap_module_hooks(self.engine.owner, active.path, sys._getframe(1))
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if torch.compiler.is_compiling() or self.engine is None:
             return None
-        if self.around and self.around[-1].depth == self._depth():
-            self.around.pop().returned(args, out)
         return self.engine.leave(self.path, module, out)
-
-    def _depth(self) -> tuple[int, int]:
-        """The thread, and how many modules' forwards are on in it."""
-        assert self.engine is not None
-        return threading.get_ident(), len(self.engine.running.entered)
 
 
 def hook_of(module: nn.Module, engine: Engine | None = None) -> ModuleHook | None:
@@ -70,41 +60,6 @@ def hook_of(module: nn.Module, engine: Engine | None = None) -> ModuleHook | Non
         if isinstance(owner, ModuleHook) and owner.engine is not None and engine in (None, owner.engine):
             return owner
     return None
-
-
-class _Region:
-    """Whether compiled code runs that `engine.compile_stance` knows of, and the pass that it runs in, by thread.
-
-    Dynamo reads `entered` where it traces a hook: a plain truth, for all threads.
-    """
-
-    def __init__(self) -> None:
-        self.entered = False
-        self._lock, self._count, self._here = threading.Lock(), 0, threading.local()
-
-    @property
-    def forward_pass(self) -> Any:
-        """The pass that this thread's compiled code runs in."""
-        return getattr(self._here, "forward_pass", None)
-
-    def enter(self, forward_pass: Any) -> Any:
-        """Compiled code begins in this thread. Returns the pass before."""
-        before, self._here.forward_pass = self.forward_pass, forward_pass
-        self._change(1)
-        return before
-
-    def leave(self, before: Any) -> None:
-        """It has ended."""
-        self._here.forward_pass = before
-        self._change(-1)
-
-    def _change(self, by: int) -> None:
-        with self._lock:
-            self._count += by
-            self.entered = self._count > 0
-
-
-REGION = _Region()
 
 
 def refuse_compilation() -> None:

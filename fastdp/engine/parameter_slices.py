@@ -79,17 +79,30 @@ def _parts_of(tensor: Any) -> tuple[Part, ...]:
     return known.parts if known is not None and known.version == tensor._version else ()
 
 
-def taken_from_parts(run: Run, args: tuple[Any, ...]) -> Any:
-    """tensor[index] where all that is taken lies in one part; NotImplemented otherwise. run: makes the calls seen."""
+def follow(forward_pass: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of `FOLLOWED`: what an index takes of one part is made of the parameters again."""
+    if func is _ITEM and (taken := _taken_from_parts(forward_pass.dispatch, args)) is not None:
+        forward_pass.taken.add(taken)
+        return taken
+    out = forward_pass.make(func, args, kwargs)
+    if func is torch.Tensor.__setitem__:
+        forward_pass.taken.renew(args[2])  # whole[index] = value
+    elif func is F.dropout:
+        _keep_parts(out, args, kwargs)
+    return out
+
+
+def _taken_from_parts(run: Run, args: tuple[Any, ...]) -> Tensor | None:
+    """tensor[index] where all that is taken lies in one part. run: makes the calls seen."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     for part in _parts_of(args[0]):
         own = _within(part, index, args[0])
         if own is not None and all(tensor._version == version for tensor, version in part.made_of):
             return _taken(run, part, own)
-    return NotImplemented
+    return None
 
 
-def keep_parts(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_parts(out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Of F.dropout that does nothing, the result has the parts of its input."""
     _, p, training, inplace = bind(args, kwargs, "input", "p", "training", "inplace")
     if args and (training is False or p == 0.0) and not inplace:

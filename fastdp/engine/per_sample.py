@@ -270,7 +270,7 @@ class PerSampleGradients:
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:
-        """Return the plan of the last backward as text, which notebooks show as a table.
+        """Return the plan of the last backward as text.
 
         Each use has a line with its parameter, shape, route, memory held, and predicted time.
 
@@ -279,11 +279,4 @@ class PerSampleGradients:
                 device, times are measured from the next backward on.
         """
         self.profile = self.profile or profile
-        return Plan(self._last()).table(self.named_parameters(), profile, self.compiled())
-
-    def compiled(self) -> list[str]:
-        """Lines for `explain` on what torch.compile compiled of the model, what it did not, and why.
-
-        There are none without torch.compile.
-        """
-        return self._forward.compiled()
+        return Plan(self._last()).table(self.named_parameters(), profile)

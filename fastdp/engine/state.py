@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..batch_axis.batch_slices import unequally_written
-from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import Batching
-from ..batch_axis.layout import Layout
 from ..batch_axis.python_reads import PythonReads
 from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.row_groups import People
 from ..errors import SampleMixingError
 from ..grad_sample.planner import Planner
+from .activation_hooks import Owner
 from .backward import Backward
 from .call_cache import Memo
-from .hook_watch import Owner
 
 
 class Running(threading.local):
@@ -42,11 +39,9 @@ class Engine:
         self.model, self.backward, self.batching = model, backward, batching
         batching.bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
-        with torch.enable_grad():  # where autograd would add up the token's gradient
-            self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo, self.reads, self.sizes = Memo(), PythonReads(model), Sizes()
         # stands for the engine, in the moments of its batches
-        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
+        self.owner = backward.owner = Owner(backward.is_running)
         self.running = Running()
         self.batch = 0  # of the last forward
         self.people: People | None = None  # whose its records are, if a sample is a group of them
@@ -82,23 +77,6 @@ class Engine:
         why, place = unequally_written(self.batch)
         if why:
             self.reads.note(why, None, place)
-
-    # ------------------------------------------------------------------ what hooks and checkpointing call
-
-    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module's forward begins."""
-        raise NotImplementedError
-
-    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
-        """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
-        raise NotImplementedError
-
-    def again(
-        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Generation
-    ) -> AbstractContextManager[None]:
-        """A pass around a checkpointed region's second forward; values: its arguments, with the layouts of the first
-        ones, of the first forward's moment."""
-        raise NotImplementedError
 
 
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # that are attached to a model

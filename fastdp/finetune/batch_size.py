@@ -11,14 +11,13 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..data.grouping import Grouping
-from ..ops.noise import noise_
 from ..optim.optimizers import DPAdamW
 from ..utils.rng_state import random_states, set_random_states
 from .plan import FinetuneError, Job
@@ -27,39 +26,38 @@ SHARE = 0.6, 0.9  # of the free memory that may be used: on the CPU, on a GPU
 FASTER = 0.97  # a larger batch is worth its memory if its time for a sample is less than this of the best so far
 ENOUGH = 16  # sizes up to it are tried whatever the first times say: they are short, and others may use the machine
 STATE = 16  # bytes for each trained number: clipped sums of two physical batches, Adam's two averages
+SECONDS = 15.0  # no further size is tried after
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """size: samples at once. seconds_per_sample and seconds_per_step (noise and update): for an estimate. bytes: the
-    predicted peak of a step beside what is held before. limit: what decided the size: "memory", "speed", "batch" (no
-    logical batch is larger), "time" (trying took too long), "given"."""
+    """size: samples at once. bytes: the peak of a step beside what is held before. limit: what decided the size:
+    "memory", "speed" (or trying took too long), "batch" (no logical batch is larger), "given"."""
 
     size: int
     seconds_per_sample: float
-    seconds_per_step: float
     bytes: int
     limit: str
 
 
-def fit(job: Job, seconds: float = 15.0) -> Fit:
-    """Find the physical batch size of a job, in about so many seconds; one that the plan gives is only measured.
+def fit(job: Job) -> Fit:
+    """Find the physical batch size of a job; one that the options give is only measured.
 
     Raises FinetuneError if memory does not suffice for one sample.
     """
-    cap, given = largest_batch(job), job.plan.max_physical_batch_size
-    states = random_states(job.device)
-    try:
-        with Trial(job) as trial:
-            if given is not None:
-                size, limit = min(given, cap), "given"
-                trial(size, longest=True)
-            else:
-                size, limit = _search(trial, cap, seconds)
-            each = trial(size, longest=False) / size
-        return Fit(size, each, _step_seconds(trial), int(trial.used[size] + trial.state), limit)
-    finally:
-        set_random_states(states)
+    cap, given = largest_batch(job), job.options.max_physical_batch_size
+    state = STATE * sum(p.numel() for p in job.model.parameters() if p.requires_grad)
+    held = _held(job.device, "now")
+    room = held + int(SHARE[job.device.type == "cuda"] * free_memory(job.device)) - state
+    longest = sorted(range(len(job.data)), key=job.lengths.__getitem__, reverse=True)
+    with engine_on(job) as optimizer:
+        if given is None:
+            size, peak, limit = _search(job, optimizer, longest, cap, room)
+        else:
+            size, limit = min(given, cap), "given"
+            _, peak = measured(job, optimizer, longest[:size])
+        seconds, _ = measured(job, optimizer, [k * len(job.data) // size for k in range(size)])
+    return Fit(size, seconds / size, peak - held + state, limit)
 
 
 def largest_batch(job: Job) -> int:
@@ -72,130 +70,93 @@ def largest_batch(job: Job) -> int:
     return max(1, min(len(job.data), math.ceil(most)))
 
 
-def _search(trial: Trial, cap: int, seconds: float) -> tuple[int, str]:
-    """Doubled while a sample gets faster (on a GPU: while it fits), and the memory predicted for it is there."""
-    deadline = time.monotonic() + seconds
-    best, least, slower, size = 1, math.inf, 0, 1
-    if not trial.fits(1):  # also loads and allocates what is needed once
+def _search(job: Job, optimizer: Any, longest: Sequence[int], cap: int, room: int) -> tuple[int, int, str]:
+    """(size, peak, limit). Doubled while a sample gets faster (on a GPU: while it fits), and the memory predicted for
+    it, by the growth so far and a fifth more, is there."""
+    deadline, best, used, least, slower, size = time.monotonic() + SECONDS, 0, 0, math.inf, 0, 1
+    last = _held(job.device, "now")
+    _fits(job, optimizer, longest[:1])  # loads and allocates what is needed once
+    while True:
+        found = _fits(job, optimizer, longest[:size])
+        if found is None or found[1] > room:
+            break
+        seconds, peak = found
+        faster = job.device.type == "cuda" or seconds / size < FASTER * least
+        best, used, slower = (size, peak, 0) if faster else (best, used, slower + 1)
+        least = min(least, seconds / size)
+        if size == cap:
+            return best, used, "batch" if best == cap else "speed"
+        if (slower >= 2 and size >= ENOUGH) or time.monotonic() + 2.5 * seconds > deadline:
+            return best, used, "speed"
+        if peak + 1.2 * 2 * max(peak - last, 0) > room:
+            break
+        last, size = peak, min(2 * size, cap)
+    if not best:
         raise FinetuneError(
             "memory does not suffice for a single sample: shorten the samples, train fewer parameters (LoRA), or take "
             "a smaller model"
         )
-    while True:
-        begun = time.monotonic()
-        if not trial.fits(size):
-            return _refined(trial, size // 2, size) if best == size // 2 else best, "memory"
-        took = time.monotonic() - begun
-        faster = trial.device.type == "cuda" or took / size < FASTER * least
-        best, slower = (size, 0) if faster else (best, slower + 1)
-        least = min(least, took / size)
-        if size == cap:
-            return best, "batch" if best == cap else "speed"
-        if slower >= 2 and size >= ENOUGH:
-            return best, "speed"
-        larger = min(2 * size, cap)
-        if trial.predicted(larger) > trial.room:
-            return _refined(trial, size, larger) if best == size else best, "memory"
-        if time.monotonic() + 2.5 * took > deadline:
-            return best, "time"
-        size = larger
+    return best, used, "memory"
 
 
-def _refined(trial: Trial, good: int, bad: int) -> int:
-    """The largest size between that fits, to an eighth."""
-    while bad - good > max(1, good // 8):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if trial.predicted(middle) <= trial.room and trial.fits(middle) else (good, middle)
-    return good
+def _fits(job: Job, optimizer: Any, places: Sequence[int]) -> tuple[float, int] | None:
+    """`measured`, or None where memory does not suffice."""
+    try:
+        return measured(job, optimizer, places)
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError as problem:
+        if "can't allocate memory" not in str(problem):
+            raise
+    gc.collect()  # the error's frames held the batch
+    _drop(optimizer)
+    return None
 
 
-class Trial:
-    """Forwards and backwards of a job through the engine. used: {size: bytes at the peak} of the longest records."""
+def measured(job: Job, optimizer: Any, places: Sequence[int]) -> tuple[float, int]:
+    """(seconds, bytes held at the peak) of a forward and a backward of these records."""
+    _held(job.device, "now")
+    begun = time.perf_counter()
+    loss = job.loss(job.model, job.batch(places))
+    loss.backward()  # type: ignore[no-untyped-call]
+    peak = _held(job.device, "peak")  # on a GPU, waits for it
+    seconds = time.perf_counter() - begun
+    del loss
+    _drop(optimizer)
+    return seconds, peak
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.device = job, job.device
-        self.numbers = sum(p.numel() for p in job.model.parameters() if p.requires_grad)
-        self.state = STATE * self.numbers
-        self.used: dict[int, int] = {}
-        self.longest = sorted(range(len(job.data)), key=job.length, reverse=True)
 
-    def __enter__(self) -> Trial:
-        job, plan = self.job, self.job.plan
-        self.buffers = [(b, b.detach().clone()) for b in job.model.buffers()]
-        self.modes = [(module, module.training) for module in job.model.modules()]
-        job.model.train()
-        self.room = int(SHARE[self.device.type == "cuda"] * free_memory(self.device)) - self.state
-        self.before = _held(self.device)
-        clipping = "local" if plan.clipping == "adaptive" else plan.clipping  # as much memory and time
-        self.optimizer = DPAdamW(
-            job.model, lr=0.0, noise_multiplier=0.0, max_grad_norm=plan.max_grad_norm, clipping=clipping,
-            expected_batch_size=plan.expected_batch_size,
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        self._drop()
-        self.optimizer.detach()
+@contextlib.contextmanager
+def engine_on(job: Job) -> Iterator[Any]:
+    """A private optimizer of the model, which is in training mode; nothing of it is left behind."""
+    plan, model = job.plan, job.model
+    states, training = random_states(job.device), [module for module in model.modules() if module.training]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    clipping = "local" if plan.clipping == "adaptive" else plan.clipping  # as much memory and time
+    optimizer = DPAdamW(
+        model, lr=0.0, noise_multiplier=0.0, max_grad_norm=plan.max_grad_norm, clipping=clipping,
+        expected_batch_size=plan.expected_batch_size,
+    )  # fmt: skip
+    try:
+        model.train()
+        yield optimizer
+    finally:
+        _drop(optimizer)
+        optimizer.detach()
+        model.eval()
+        for module in training:
+            module.training = True
         with torch.no_grad():
-            for buffer, value in self.buffers:
+            for buffer, value in buffers:
                 buffer.copy_(value)
-        for module, mode in self.modes:
-            module.training = mode
-
-    def _drop(self) -> None:
-        self.optimizer.zero_grad()
-        self.optimizer._privacy.discard()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def __call__(self, size: int, longest: bool) -> float:
-        """Seconds of a physical batch of the longest records, or of records as they come."""
-        total = len(self.job.data)
-        places: Sequence[int] = self.longest[:size] if longest else [k * total // size for k in range(size)]
-        _forget_peak(self.device)
-        begun = time.perf_counter()
-        loss = self.job.loss(self.job.model, self.job.batch(places))
-        loss.backward()  # type: ignore[no-untyped-call]
-        peak = _held(self.device, peak=True)  # on a GPU, waits for it
-        took = time.perf_counter() - begun
-        del loss
-        self._drop()
-        if longest:
-            self.used[size] = max(self.used.get(size, 0), peak - self.before)
-        return took
-
-    def fits(self, size: int) -> bool:
-        """Whether a batch of the longest records passes, with room for what a step needs beside it."""
-        try:
-            self(size, longest=True)
-            return self.used[size] <= self.room
-        except torch.OutOfMemoryError:
-            pass
-        except RuntimeError as problem:
-            if "can't allocate memory" not in str(problem):
-                raise
-        gc.collect()  # the error's frames held the batch
-        self._drop()
-        return False
-
-    def predicted(self, size: int) -> int:
-        """Bytes at the peak of a batch of the longest records: by the steepest growth seen, a fifth more."""
-        known = sorted(self.used)
-        last = max((k for k in known if k <= size), default=known[0])
-        slopes = [(self.used[b] - self.used[a]) / (b - a) for a, b in zip(known, known[1:], strict=False)]
-        steepest = max([*slopes, 0.0]) if slopes else self.used[last] / last
-        return int(self.used[last] + 1.2 * steepest * (size - last))
+        set_random_states(states)
 
 
-def _step_seconds(trial: Trial) -> float:
-    """Seconds of noise, update and the digest of the sums, from a part of them."""
-    numbers = min(trial.numbers, 1 << 20)
-    part = torch.zeros(numbers, device=trial.device)
-    for _ in range(2):  # the first time something is compiled or allocated
-        begun = time.perf_counter()
-        noise_(part, 1.0, bytes(32), 0)
-        part.sum().item()
-    return 2.0 * (time.perf_counter() - begun) * trial.numbers / numbers
+def _drop(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer._privacy.discard()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:
@@ -203,33 +164,31 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = [4 << 30]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = [1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))]
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
-        with contextlib.suppress(OSError, ValueError):  # "max" if there is none
-            group = Path("/sys/fs/cgroup")
-            found.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    found = [_bytes("/proc/meminfo", "MemAvailable") or 4 << 30]
+    with contextlib.suppress(OSError, ValueError):  # "max" if there is none
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0, min(found))
 
 
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def _held(device: torch.device, peak: bool = False) -> int:
-    """Bytes held now, or the most since `_forget_peak`; 0 if the system does not say."""
+def _held(device: torch.device, when: str) -> int:
+    """Bytes held "now", from when on the "peak" is counted; 0 if the system does not say."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
-    name = "VmHWM" if peak else "VmRSS"
+        if when == "peak":
+            return torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if when == "peak":
+        return _bytes("/proc/self/status", "VmHWM")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _bytes("/proc/self/status", "VmRSS")
+
+
+def _bytes(path: str, name: str) -> int:
+    """What a file of /proc states in kilobytes; 0 where there is no such file."""
     with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
     return 0

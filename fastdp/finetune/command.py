@@ -6,15 +6,16 @@ Exit codes: 0 done, 1 refused or failed with a reason, 130 interrupted (argparse
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shlex
 import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ..distributed.fingerprints import mark
 from ..distributed.world import World
@@ -22,52 +23,43 @@ from ..errors import BatchReadWarning, FastDPError
 from ..utils.formatting import at_most, count
 from . import preflight
 from .card import make_card
-from .files import NO_CHARACTER, PRIVATE, new_file
-from .folder import begin_folder, begun_at, check_out, ended_at, is_begun
-from .hashes import COMMITMENT, commit, of_weights
+from .files import NO_CHARACTER, write
+from .folder import begin_folder, check_out, is_begun, times
 from .models import RELOAD, quiet
-from .outputs import write_outputs
+from .outputs import of_weights, write_outputs
 from .plan import Outcome
 from .prepare import Prepared, prepare, settle
 from .processes import started, together
-from .progress import Progress
-from .tasks import headline
 from .verdict import advice, nothing_learnt
 
 
 def main(options: Namespace) -> int:
     """Run the command; returns the exit code. Problems that the user can solve are said in words, no traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a path's name may have bytes that no character stands for
+    for stream in (sys.stdout, sys.stderr):  # an argument may have bytes that no character stands for
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors=NO_CHARACTER)  # type: ignore[union-attr]
+    begun = f"What was saved in {options.out} is untouched." if options.resume else ""
     try:
         with warnings.catch_warnings():
             return _main(options)
     except FastDPError as problem:
-        _say(problem)
+        said: object = problem
     except KeyboardInterrupt:
-        _say("interrupted")
-        if is_begun(options.out) and not options.dry_run and started()[0] == 0:
-            print(how_to_resume(), file=sys.stderr)
-        return 130
+        said, begun = "interrupted", how_to_resume()
     except OSError as problem:
         if not problem.filename and problem.errno is None:
             raise
-        _say(f"{problem.filename or 'a file'}: {problem.strerror}")
+        said = f"{problem.filename or 'a file'}: {problem.strerror}"
     except (torch.OutOfMemoryError, MemoryError) as problem:
-        _say(
+        said = (
             f"memory does not suffice ({(str(problem) or 'RAM').splitlines()[0]}): try a smaller --max-length, --lora "
             "8 or a smaller model"
         )
-    if started()[0] == 0 and is_begun(options.out) and not options.dry_run and options.resume:
-        print(f"What was saved in {options.out} is untouched.", file=sys.stderr)
-    return 1
-
-
-def _say(problem: object) -> None:
-    """What all processes raise, the first one says."""
-    if started()[0] == 0:
-        print(f"\nfastdp finetune: {problem}", file=sys.stderr)
+    if started()[0] == 0:  # what all processes raise, the first one says
+        print(f"\nfastdp finetune: {said}", file=sys.stderr)
+        if begun and is_begun(options.out) and not options.dry_run:
+            print(begun, file=sys.stderr)
+    return 130 if said == "interrupted" else 1
 
 
 def _main(options: Namespace) -> int:
@@ -88,23 +80,23 @@ def _main(options: Namespace) -> int:
         _same_plan(world, ready)
         if world.rank == 0:
             print(preflight.said(ready.sections), flush=True)
-        if options.dry_run:
-            if world.rank == 0:
+            if options.dry_run:
                 print("\n--dry-run: nothing was trained or written.")
+        if options.dry_run:
             return 0
         if world.rank == 0:
             return train(ready)
         from .run import run
 
-        return 130 if run(ready.job, options.resume, _progress(ready)).status == "interrupted" else 0
+        return 130 if run(ready.job, options.resume)[0].status == "interrupted" else 0
 
 
 def _same_plan(world: World, ready: Prepared) -> None:
     """All processes have the same plan and data, and take the smallest of their physical batches."""
-    world.agree({"the plan": mark(list(ready.plan.fixed().items())), "the data": mark(dict(ready.job.fingerprint))})
-    sizes = world.everywhere("physical batches", ready.plan.max_physical_batch_size)
-    size = min((size for size in sizes if size is not None), default=None)
-    ready.plan = ready.job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=size)
+    job = ready.job
+    world.agree({"the plan": mark(list(vars(job.plan).items())), "the data": mark(dict(job.fingerprint))})
+    sizes = world.everywhere("physical batches", job.physical)
+    job.physical = min((size for size in sizes if size is not None), default=None)
 
 
 # ---------------------------------------------------------------------- the run
@@ -116,91 +108,75 @@ def how_to_resume() -> str:
     return f"Go on with: python -m fastdp {words} --resume"
 
 
-def _progress(ready: Prepared) -> Progress:
-    options = ready.options
-    return Progress(options.out, options.epsilon, options.resume, headline(options.task), ready.plan.steps)
-
-
 def train(ready: Prepared) -> int:
     """Run the job, write the outputs; the exit code."""
     from .run import run
 
-    options = ready.options
+    options, plan = ready.job.options, ready.job.plan
     begin_folder(options)
-    progress = _progress(ready)
     print("\ntraining", flush=True)
-    if ready.evaluation is not None and not options.resume:
-        progress.evaluated({"step": 0, "epsilon": 0.0, **ready.evaluation(ready.model)})
-    try:
-        with _warnings_said(progress), quiet():
-            outcome = run(ready.job, options.resume, progress)
-    finally:
-        progress.pause()
+    with _warnings_said(), quiet():
+        outcome, rows = run(ready.job, options.resume)
+    spent = at_most(plan.epsilon(outcome.steps + outcome.lost_steps), 6)
     if outcome.status == "interrupted":
-        print(f"\nInterrupted after step {outcome.steps} of {ready.plan.steps}, all of it saved; epsilon "
-              f"{at_most(outcome.epsilon, 6)} spent.\n{how_to_resume()}")  # fmt: skip
+        print(f"\nInterrupted after step {outcome.steps} of {plan.steps}, all of it saved; epsilon {spent} spent.\n"
+              f"{how_to_resume()}")  # fmt: skip
         return 130
-    _finish(ready, progress, outcome)
+    _finish(ready, outcome, rows)
     return 0
 
 
 @contextlib.contextmanager
-def _warnings_said(progress: Progress) -> Iterator[None]:
+def _warnings_said() -> Iterator[None]:
     """fastdp's warnings as lines; other libraries' are left out, as is the one of --seed, which was said before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", category=UserWarning, module=r"fastdp\.")
         warnings.filterwarnings("ignore", message=".*seed=.*")
         warnings.simplefilter("ignore", BatchReadWarning)
-        warnings.showwarning = lambda message, *where: progress.say(f"  warning: {message}")
+        warnings.showwarning = lambda message, *where: tqdm.write(f"  warning: {message}")
         yield
 
 
-def _public_name(model: str) -> str:
-    """A hub's name; of a folder the last two parts, as a card is given away."""
-    return "/".join(Path(model).absolute().parts[-2:]) if Path(model).exists() else model
-
-
-def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
-    """Write the outputs and say where they are."""
-    options, data = ready.options, ready.data
-    trained, total = preflight.trained_of(ready.model)
-    card = make_card(
-        model=_public_name(options.model), task=options.task, plan=ready.plan, outcome=outcome, target=options.epsilon,
-        trained=f"{count(trained)} of {count(total)} parameters", group=options.group_by,
-        evaluated="" if data.held_out is None else "file" if options.eval else "split",
-        labels="" if data.names is None else "given" if data.public_labels else "data", adapters=bool(options.lora),
-        units=ready.units, responsible=options.responsible,
-        begun=begun_at(options.out) or None, finished=ended_at(options.out),
-        verified={"result": "exact", "records": min(preflight.CHECKED, len(ready.train)), "tolerance": ready.tolerance},
-        base_model={"revision": ready.revision, "files": of_weights(options.model)},
-        data_commitment=commit(options.out, data.files), replaced=ready.replaced,
+def _card(ready: Prepared, outcome: Outcome) -> dict[str, Any]:
+    job, data = ready.job, ready.data
+    options, model = job.options, Path(job.options.model)
+    trained, total = preflight.trained_of(job.model)
+    begun, finished = times(options.out)
+    return make_card(
+        # a hub's name; of a folder the last two parts, as a card is given away
+        model="/".join(model.absolute().parts[-2:]) if model.exists() else options.model,
+        task=options.task, plan=job.plan, outcome=outcome, trained=f"{count(trained)} of {count(total)} parameters",
+        group=options.group_by, evaluated="" if job.evaluate is None else "file" if options.eval else "split",
+        labels="" if data.names is None else "given" if data.public else "data", adapters=bool(options.lora),
+        units=ready.units, responsible=options.responsible, begun=begun or None, finished=finished,
+        verified={"result": "exact", "records": min(preflight.CHECKED, len(job.data)),
+                  "tolerance": 5e-2 if options.dtype == "bfloat16" else 1e-4},  # fastdp.verify's own
+        base_model={"revision": getattr(job.model.config, "_commit_hash", None), "files": of_weights(options.model)},
+        replaced=ready.replaced,
     )  # fmt: skip
-    found = simple = None
-    if ready.evaluation is not None:
-        if not ready.evaluation.called:  # the run was over before this process
-            ready.evaluation(ready.model)
-        found, simple = ready.evaluation.last, ready.evaluation.simple
-    lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found, simple)
-    with new_file(options.out / "plan.txt", PRIVATE) as file:
-        file.write((preflight.said(ready.sections) + "\n\n" + ready.routes + "\n").encode(errors=NO_CHARACTER))
-    head = f"epsilon {at_most(card.epsilon, 6)} at delta {at_most(card.delta, 6)} after {count(outcome.steps)} steps"
-    if card.repeatable:
+
+
+def _finish(ready: Prepared, outcome: Outcome, rows: list[dict[str, Any]]) -> None:
+    """Write the outputs and say where they are."""
+    job, card = ready.job, _card(ready, outcome)
+    options, plan = job.options, job.plan
+    lines = write_outputs(job, ready.tokenizer, card, ready.files, rows)
+    write(options.out / "plan.txt", preflight.said(ready.sections) + "\n\n" + ready.routes + "\n")
+    head = f"epsilon {at_most(card['epsilon'], 6)} at delta {at_most(plan.delta, 6)} after {count(outcome.steps)} steps"
+    if card["repeatable"]:
         head += " would be the guarantee without --seed; with it there is none"
     if outcome.status == "budget":
-        head += (
-            f"; {count(ready.plan.steps - outcome.steps)} steps fewer than planned, as those lost had spent their share"
-        )
+        head += f"; {count(plan.steps - outcome.steps)} fewer than planned, as steps lost had spent their share"
     print(f"\ndone: {head}")
     if outcome.nonfinite:
         print(f"{count(outcome.nonfinite)} gradients of records were not finite and were left out")
     print(f"written to {options.out}:")
-    lines.append("plan.txt          what was said above, and the route of every use of a weight")
-    lines.append(f"{COMMITMENT}  the key of the card's commitment to the data: keep it secret")
     for line in lines:
         print(f"  {line}")
     if ready.replaced:
         print(RELOAD)
-    problem = nothing_learnt(options.task, progress.rows, simple)
+    trained, total = preflight.trained_of(job.model)
+    problem = nothing_learnt(options.task, rows, getattr(job.evaluate, "simple", None))
     if problem:
-        print("\n" + advice(problem, ready.plan, options, ready.units, trained / total))
+        print("\n" + advice(problem, job, ready.units, trained / total))

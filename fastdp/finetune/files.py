@@ -8,13 +8,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ..utils.append_log import sync_folder
 from .plan import FinetuneError
 
 PUBLIC, PRIVATE = 0o666, 0o600  # modes: what may be given away, less the umask; what epsilon does not cover
-NO_CHARACTER = "backslashreplace"  # how bytes of a path or an argument that are not UTF-8 are written
+NO_CHARACTER = "backslashreplace"  # how bytes of an argument that are not UTF-8 are written
 UNFINISHED = ".unfinished"
 
 
@@ -22,17 +21,13 @@ class SaveError(FinetuneError):
     """A file could not be written; what was there before is untouched."""
 
 
-@contextlib.contextmanager
-def new_file(path: Path, mode: int = PUBLIC) -> Iterator[Any]:
-    """A file to write to, which becomes `path` at the end of the block: whole and on the disk, or not at all.
-
-    Raises SaveError, with what to do about it, if the disk or its permissions refuse.
-    """
+def write(path: Path, text: str, mode: int = PRIVATE) -> None:
+    """Write a text: whole and on the disk, or not at all. Raises SaveError, with what to do about it."""
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         unfinished.unlink(missing_ok=True)  # of a process that was killed; its mode may be another
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            yield file
+            file.write(text.encode(errors=NO_CHARACTER))
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -43,25 +38,11 @@ def new_file(path: Path, mode: int = PUBLIC) -> Iterator[Any]:
         raise SaveError(in_words(problem, path)) from problem
 
 
-def write(path: Path, text: str, mode: int = PRIVATE) -> None:
-    """Write a text. Raises SaveError."""
-    with new_file(path, mode) as file:
-        file.write(text.encode(errors=NO_CHARACTER))
-
-
 def in_words(problem: OSError, path: Path) -> str:
     """What a failed write means, and what to do."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f", {shutil.disk_usage(path.parent).free / 2**20:.1f} MiB are free there"
-        return f"no space left to write {path}{free}: what was saved before is untouched. Free some space"
-    if problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return (
-            f"{path} may not be written ({problem.strerror}): what was saved before is untouched. Change the "
-            f"permissions of {path.parent}, or run as its owner"
-        )
-    return f"{path} could not be written: {problem}. What was saved before is untouched"
+        return f"no space left to write {path}: what was saved before is untouched. Free some space"
+    return f"{path} could not be written ({problem.strerror or problem}). What was saved before is untouched"
 
 
 @contextlib.contextmanager
@@ -74,9 +55,24 @@ def disk_problems(path: Path, again: str) -> Iterator[None]:
     except SaveError as problem:
         raise SaveError(f"{problem}. {again}") from problem
     except (OSError, RuntimeError, SafetensorError) as problem:  # torch and safetensors have errors of their own
-        text = str(problem)
-        full = "os error 28" in text or "file write failed" in text or "unexpected pos" in text
-        if not isinstance(problem, OSError) and not full and not isinstance(problem, SafetensorError):
+        full = any(words in str(problem) for words in ("os error 28", "file write failed", "unexpected pos"))
+        if not full and not isinstance(problem, OSError | SafetensorError):
             raise
-        cause = problem if isinstance(problem, OSError) else OSError(errno.ENOSPC if full else errno.EIO, text)
+        cause = problem if isinstance(problem, OSError) else OSError(errno.ENOSPC if full else errno.EIO, str(problem))
         raise SaveError(f"{in_words(cause, path)}. {again}") from problem
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `folder` at the end of the block; its files get the umask's modes."""
+    unfinished, mask = folder.with_name(folder.name + UNFINISHED), os.umask(0)
+    os.umask(mask)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield unfinished
+        for path in unfinished.rglob("*"):
+            path.chmod((0o777 if path.is_dir() else PUBLIC) & ~mask)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

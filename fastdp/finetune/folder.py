@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from .files import PRIVATE, new_file
+from .files import write
 from .plan import FinetuneError
 
 OPTIONS = "options.json"  # what the run was begun with, and when
 # may differ when a run is resumed: they change neither the guarantee nor what is learnt
-_FREE = ("resume", "dry_run", "out", "device", "max_physical_batch_size", "checkpoint_every", "graphed",
-         "model", "data", "eval", "responsible")  # fmt: skip
+_FREE = ("device", "max_physical_batch_size", "checkpoint_every", "graphed", "model", "data", "eval", "responsible")
 
 
 def is_begun(out: Path) -> bool:
@@ -31,38 +29,31 @@ def begin_folder(options: Namespace) -> None:
     """Make the folder, and keep the options and the time in it."""
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.out / OPTIONS).exists():
-        kept = {"begun": now(), **_stated(options)}
-        with new_file(options.out / OPTIONS, PRIVATE) as file:
-            file.write((json.dumps(kept, indent=2) + "\n").encode())
+        write(options.out / OPTIONS, json.dumps({"begun": utc(time.time()), **_stated(options)}, indent=2) + "\n")
 
 
-def begun_at(out: Path) -> str:
-    """When the run began, in UTC; "" where the folder does not say."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return str(json.loads((out / OPTIONS).read_text()).get("begun", ""))
-    return ""
+def times(out: Path) -> tuple[str, str]:
+    """When the run began, and when its last step was journalled: outputs may be written again later."""
+    return str(_kept(out).get("begun", "")), utc((out / "journal.jsonl").stat().st_mtime)
 
 
-def ended_at(out: Path) -> str:
-    """When the last step was journalled, in UTC: outputs may be written again later."""
-    with contextlib.suppress(OSError):
-        return _utc((out / "journal.jsonl").stat().st_mtime)
-    return now()
-
-
-def now() -> str:
-    """The time in UTC, to the second."""
-    return _utc(time.time())
-
-
-def _utc(seconds: float) -> str:
+def utc(seconds: float) -> str:
+    """A time in UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _kept(out: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads((out / OPTIONS).read_text()))
+    return {}
 
 
 def _stated(options: Namespace) -> dict[str, Any]:
     """Options as they are kept in the folder and compared when the run is resumed."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
-            if name not in ("command", "resume", "dry_run", "out")}  # fmt: skip
+    stated = {
+        name: value for name, value in vars(options).items() if name not in ("command", "resume", "dry_run", "out")
+    }
+    return dict(json.loads(json.dumps(stated, default=str)))
 
 
 def check_out(options: Namespace) -> None:
@@ -70,38 +61,36 @@ def check_out(options: Namespace) -> None:
     out: Path = options.out
     try:
         str(out.absolute()).encode()
-    except UnicodeEncodeError:
-        raise FinetuneError(
-            f"--out {out}: its path has bytes that are no UTF-8, where tokenizers cannot be saved: give another folder"
-        ) from None
-    try:
         _check_state(options, out)
+        above = out.absolute().parent
+        while not above.exists():
+            above = above.parent
+        for place in [above, *([out] if out.exists() else [])] if not options.dry_run else []:
+            with tempfile.NamedTemporaryFile(dir=place, prefix=".fastdp-"):  # as permissions do not tell all
+                pass
+    except UnicodeEncodeError:
+        raise FinetuneError(f"--out {out}: its path has bytes that are no UTF-8: give another folder") from None
     except OSError as problem:
-        raise FinetuneError(f"--out {out} cannot be used ({problem.strerror}): give another folder") from None
-    _check_writable(out, probe=not options.dry_run)
+        raise FinetuneError(
+            f"--out {out}, or the folder around it, where the run's keys lie, cannot be written ({problem.strerror}): "
+            "give another --out, or change the permissions"
+        ) from None
 
 
 def _check_state(options: Namespace, out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise FinetuneError(f"--out {out} is a file: give a folder")
-    if not options.resume:
-        if is_begun(out):
-            raise FinetuneError(
-                f"{out} holds a run already: go on with it by --resume, or give another --out. (A second run on the "
-                "same data spends a second budget.)"
-            )
-        if out.exists() and any(out.iterdir()):
-            raise FinetuneError(f"{out} is not empty: give another --out")
-        return
-    if not is_begun(out):
+    if not options.resume and is_begun(out):
+        raise FinetuneError(
+            f"{out} holds a run already: go on with it by --resume, or give another --out. (A second run on the "
+            "same data spends a second budget.)"
+        )
+    if not options.resume and out.exists() and any(out.iterdir()):
+        raise FinetuneError(f"{out} is not empty: give another --out")
+    if options.resume and not is_begun(out):
         raise FinetuneError(f"there is no run in {out} to resume: check --out, or leave --resume out")
-    try:
-        before = json.loads((out / OPTIONS).read_text())
-    except (OSError, ValueError):
-        return  # the journal compares the plan, and the keys' file the data
-    now = _stated(options)
-    changed = [name for name in now if name not in _FREE and name in before  # a flag may be newer than the run
-               and before[name] != json.loads(json.dumps(now[name]))]  # fmt: skip
+    before, now = _kept(out), _stated(options)  # what these do not say, the journal compares
+    changed = [name for name in now if name not in _FREE and name in before and before[name] != now[name]]
     if changed:
         lines = "\n".join(f"  --{name.replace('_', '-')}: was {_shown(before[name])}, now {_shown(now[name])}"
                           for name in changed)  # fmt: skip
@@ -111,33 +100,5 @@ def _check_state(options: Namespace, out: Path) -> None:
         )
 
 
-def _check_writable(out: Path, probe: bool) -> None:
-    """Both the folder and the one around it, which holds the run's keys, may be written. Raises FinetuneError.
-
-    probe: try it by a file that is deleted at once, as permissions do not tell all (a disk that is mounted to be read).
-    """
-    whole = out.absolute()
-    places = [whole] if whole.exists() else []
-    above = whole.parent
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    for place in [*places, above]:
-        what = f"--out {out}" if place == whole else f"--out {out}: {place}, where the folder or its keys would lie,"
-        if not place.is_dir():
-            raise FinetuneError(f"{what} is a file: give a folder elsewhere")
-        try:
-            if not os.access(place, os.W_OK | os.X_OK):
-                raise PermissionError(0, "you have no permission")
-            if probe:
-                with tempfile.NamedTemporaryFile(dir=place, prefix=".fastdp-"):
-                    pass
-        except OSError as problem:
-            raise FinetuneError(
-                f"{what} cannot be written ({problem.strerror}): give another --out, or change the permissions"
-            ) from None
-
-
 def _shown(value: Any) -> str:
-    return (
-        "not given" if value is None else ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    )
+    return "not given" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,29 +1,19 @@
-"""Images of a folder: a folder for each class, one record an image, the size and the colours that the model wants.
-
-Every image is decoded before the run: one that cannot be is named and refused, as a row of a table would be. What fits
-is kept in memory; the rest is decoded again when it is drawn.
-"""
+"""Images of a folder, read by datasets' imagefolder: a folder for each class, one record an image."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import io
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.utils.data import Dataset
-
-from ..utils.formatting import count, listed
-from .labels import class_name, label_names
-from .models import first_line, quiet, read
+from ..utils.formatting import listed
+from .models import first_line, quiet
 from .plan import FinetuneError
-from .records import Data, Records, check, split, with_digest
-from .tables import Bad, Table, refuse_bad
+from .records import Data, Record, check, fraction_of, label_names, split, usable
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "dev", "eval"}
 _KEPT = 1 << 30  # bytes of decoded images
 _NOT_FOR_IMAGES = ("text_column", "pair_column", "label_column", "group_by", "format", "columns", "delimiter", "quote",
@@ -31,153 +21,89 @@ _NOT_FOR_IMAGES = ("text_column", "pair_column", "label_column", "group_by", "fo
 
 
 def load_images(options: Namespace, known: Mapping[str, int] | None = None) -> Data:
-    """Find and read the images of DATA and --eval. Raises FinetuneError."""
+    """Find and decode the images of DATA and --eval: one that cannot be decoded is named and refused. Raises
+    FinetuneError."""
     for name in _NOT_FOR_IMAGES:
         if getattr(options, name):
             raise FinetuneError(f"--{name.replace('_', '-')} does not go with --task images: leave it out")
-    table, contents, said = _read_folder(options.data)
-    data = Data(Records([]), None, None, said, {"image": "its file", "label": "its folder"})
-    data.said += [line] if (line := refuse_bad(table, table.bad, options.skip_bad_rows)) else []
-    names, data.public_labels = label_names(table, [(row[1],) for row in table.rows], options.labels, known, "images")
-    data.names = names
-    found = _records(table, contents, names, options)
-    fraction = options.eval_fraction if options.eval_fraction is not None else (0.0 if options.eval else 0.1)
-    data.train, data.held_out = split(found, fraction)
-    lines = "".join(f"{name} {value}\n" for name, value in sorted(contents.items()))
-    digest = hashlib.sha256(lines.encode(errors="surrogateescape"))
-    data.files = {options.data.name: digest.hexdigest()}
+    rows, said = _rows(options.data, options)
+    data = Data([], [], columns={"text": "its file", "label": "its folder"}, said=said)
+    data.names, data.public = label_names([[row["label"]] for row in rows], options, known)
+    data.train, data.held_out = split(_numbered(rows, data.names), fraction_of(options))
     if options.eval is not None:
-        other, contents, said = _read_folder(options.eval)
-        data.said += said + ([line] if (line := refuse_bad(other, other.bad, options.skip_bad_rows)) else [])
-        data.held_out = _records(other, contents, names, options)
-    if data.held_out is not None and not len(data.held_out):
-        data.held_out = None
+        rows, said = _rows(options.eval, options)
+        data.held_out, data.said = _numbered(rows, data.names), data.said + said
     check(data, options)
     return data
 
 
-def _read_folder(folder: Path) -> tuple[Table, dict[str, str], list[str]]:
-    """(images by class, {image: SHA-256}, what was left out). Raises FinetuneError."""
+def _rows(folder: Path, options: Namespace) -> tuple[list[Record], list[str]]:
+    """(images with the names of their folders, what was left out). Raises FinetuneError."""
+    from datasets import Image, load_dataset
+
     if not folder.is_dir():
         raise FinetuneError(f"--task images reads a folder that has a folder for each class, and {folder} is a file")
-    classes = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    names = [each.name for each in classes]
-    if names and {name.lower() for name in names} <= _SPLITS:
-        more = f" --eval {folder / names[-1]}" if len(names) > 1 else ""
-        train = next((name for name in names if name.lower().startswith("train")), names[0])
+    classes = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    if classes and {name.lower() for name in classes} <= _SPLITS:
         raise FinetuneError(
-            f"{folder} is divided already, into {listed(names)}: these are no classes. Give {folder / train}{more}"
+            f"{folder} is divided already, into {listed(classes)}: these are no classes. Give "
+            f"{folder / classes[0]} --eval {folder / classes[-1]}"
         )
-    if not classes:
-        raise FinetuneError(
-            f"{folder} has no folders: put the images of each class into a folder that is named like it"
-        )
-    table = Table(folder, "images", ["image", "label"])
-    contents: dict[str, str] = {}
-    others = [each.name for each in folder.iterdir() if each.is_file() and not each.name.startswith(".")]
-    for place in classes:
-        for path in sorted(place.rglob("*")):
-            name = path.relative_to(folder).as_posix()
-            if path.is_dir() or any(part.startswith(".") for part in Path(name).parts):
-                continue
-            if path.suffix.lower() not in ENDINGS:
-                others.append(name)
-                continue
-            number = len(table.rows) + len(table.bad) + 1
-            try:
-                raw = path.read_bytes()
-                _decoded(raw)
-                table.rows.append([name, class_name(place.name)])
-                table.lines.append(number)
-                contents[name] = hashlib.sha256(raw).hexdigest()
-            except (OSError, ValueError, SyntaxError) as problem:  # Pillow has many words for a damaged file
-                table.bad.append(Bad(number, f"{name}: {first_line(problem)}"))
-    if not table.rows and not table.bad:
-        raise FinetuneError(f"the folders of {folder} hold no images ({', '.join(ENDINGS)})")
-    said = [f"{count(len(others))} files are no images by their endings and are left out: {listed(others, 3)}"]
-    return table, contents, said if others else []
-
-
-def _decoded(raw: bytes) -> Any:
-    """The image in RGB, upright. Raises OSError or ValueError."""
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        with quiet():
+            table = load_dataset(
+                "imagefolder", data_files=f"{glob.escape(str(folder))}/*/**", split="train", drop_labels=False,
+                drop_metadata=True, keep_in_memory=True,
+            )  # fmt: skip
     except ImportError:
         raise FinetuneError("--task images needs Pillow: pip install pillow") from None
+    except Exception as problem:  # noqa: BLE001 - datasets raises errors of many kinds
+        raise FinetuneError(f"the folders of {folder} hold no images: {first_line(problem)}") from None
+    return usable(table.cast_column("image", Image(decode=False))["image"], _decoded, folder, options)
+
+
+def _decoded(image: Mapping[str, Any]) -> Record:
+    path = Path(image["path"])
     try:
-        with Image.open(io.BytesIO(raw)) as found:
-            if found.mode in ("I", "F") or found.mode.startswith("I;"):  # Pillow would cut them at 255
-                raise ValueError(f"its pixels have more than 8 bits (mode {found.mode}): convert it to 8")
-            return ImageOps.exif_transpose(found).convert("RGB")
-    except UnidentifiedImageError:
-        raise ValueError("it is no image that Pillow knows") from None
-    except Image.DecompressionBombError as problem:
-        raise ValueError(str(problem)) from None
+        pixels(path)
+        return {"path": str(path), "text": hashlib.sha256(path.read_bytes()).hexdigest(), "label": path.parent.name}
+    except (OSError, ValueError, SyntaxError) as problem:  # Pillow has many words for a damaged file
+        raise ValueError(f"{path.parent.name}/{path.name}: {first_line(problem)}") from None
 
 
-def _records(table: Table, contents: Mapping[str, str], names: list[str], options: Namespace) -> Records:
-    """Whose `texts` are the hashes of the images: by them it is decided who is held out. Raises FinetuneError."""
-    numbers = {name: number for number, name in enumerate(names)}
-    unknown = [Bad(line, f"{row[0]}: the label {row[1]!r} is none of {listed(names, 5)}")
-               for line, row in zip(table.lines, table.rows, strict=True) if row[1] not in numbers]  # fmt: skip
-    refuse_bad(table, [*table.bad, *unknown], options.skip_bad_rows)
-    rows = [row for row in table.rows if row[1] in numbers]
-    return with_digest(Records(
-        [contents[row[0]] for row in rows], labels=[numbers[row[1]] for row in rows],
-        paths=[str(table.path / row[0]) for row in rows],
-    ))  # fmt: skip
+def pixels(path: Path) -> Any:
+    """The image in RGB, upright, as datasets decodes it. Raises OSError or ValueError."""
+    from datasets import Image
+
+    found = Image().decode_example({"path": str(path), "bytes": None})
+    if found.mode in ("I", "F") or found.mode.startswith("I;"):  # Pillow would cut them at 255
+        raise ValueError(f"its pixels have more than 8 bits (mode {found.mode}): convert it to 8")
+    return found.convert("RGB")
 
 
-# ---------------------------------------------------------------------- what the model sees
+def _numbered(rows: list[Record], names: list[str]) -> list[Record]:
+    other = [row for row in rows if row["label"] not in names]
+    if other:
+        raise FinetuneError(f"{other[0]['path']}: the label {other[0]['label']!r} is none of {listed(names, 5)}")
+    return [row | {"label": names.index(row["label"])} for row in rows]
 
 
-def load_processor(name: str) -> Any:
-    """What resizes and scales images for the model."""
-    from .models import transformers
+class Images:
+    """Items {"pixel_values": [C, H, W], "labels": int}. What fits is kept in memory, the rest is decoded again."""
 
-    return read("image processor (preprocessor_config.json)", name, transformers().AutoImageProcessor)
-
-
-class Images(Dataset[dict[str, Any]]):
-    """Items {"pixel_values": [C, H, W], "label": int}."""
-
-    what, cut, reference = "label", 0, None
-
-    def __init__(self, records: Records, processor: Any) -> None:
-        self.paths, self.contents, self.labels = records.paths or [], records.texts, records.labels or []
-        self.processor = processor
-        self.kept: dict[int, Tensor] = {}
-        first = self._pixels(0)
-        self.shape = first.shape
-        for i in range(min(len(self), _KEPT // max(first.numel() * first.element_size(), 1))):
-            self.kept[i] = self._pixels(i)
-        if any(each.shape != self.shape for each in self.kept.values()):
-            raise FinetuneError(
-                "the model's image processor makes images of different sizes: let it resize them to one"
-            )
+    def __init__(self, records: list[Record], processor: Any) -> None:
+        self.records, self.processor = records, processor
+        self.kept: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return len(self.paths)
-
-    def length(self, i: int) -> int:
-        """All images are of one size."""
-        return 1
-
-    def by_length(self) -> Images:
-        """As it is."""
-        return self
-
-    def digest(self) -> str:
-        """Of what the model sees of the first image."""
-        return hashlib.sha256(self[0]["pixel_values"].contiguous().numpy().tobytes()).hexdigest()
-
-    def _pixels(self, i: int) -> Tensor:
-        raw = Path(self.paths[i]).read_bytes()
-        if hashlib.sha256(raw).hexdigest() != self.contents[i]:
-            raise FinetuneError(f"{self.paths[i]} has changed since the run began")
-        with quiet():
-            found = self.processor(images=[_decoded(raw)], return_tensors="pt")["pixel_values"][0]
-        return found  # type: ignore[no-any-return]
+        return len(self.records)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"pixel_values": self.kept[i] if i in self.kept else self._pixels(i), "label": self.labels[i]}
+        found = self.kept.get(i)
+        if found is None:
+            with quiet():
+                image = pixels(Path(self.records[i]["path"]))
+                found = self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
+            if len(self.kept) * found.numel() * found.element_size() < _KEPT:
+                self.kept[i] = found
+        return {"pixel_values": found, "labels": self.records[i]["label"]}

@@ -3,73 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import warnings
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_per_epoch
-from ..errors import AccountingError, ClippingError, FastDPError
-from ..optim.adaptive_clipping import Quantile
-from ..optim.privatize import privatize
-from ..utils.formatting import at_most, count, duration, size
+from ..errors import FastDPError
+from ..utils.formatting import count, duration, size
 from ..verification.verify import verify
-from .batch_size import Fit
-from .card import weaknesses
-from .options import default_batch, default_delta
-from .plan import FinetuneError, Job, Plan
-from .tasks import TASKS
+from .batch_size import Fit, engine_on
+from .models import first_line
+from .plan import FinetuneError, Job
 
-NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little
 CHECKED = 4  # records that verify compares with one-sample truth
 _CHECKPOINTS = 3  # two are kept, while a third is written
-
-
-def make_plan(options: Namespace, units: int) -> Plan:
-    """Sample rate, steps and noise of a budget. units: records, or persons. Raises FinetuneError if there is none."""
-    batch = options.batch_size or default_batch(units)
-    rate = batch / units
-    steps = math.ceil(options.epochs * steps_per_epoch(rate))
-    delta = options.delta if options.delta is not None else default_delta(units)
-    if problem := delta_problem(delta, units, "person" if options.group_by else "record"):
-        raise FinetuneError(f"{problem}. Leave --delta out for {default_delta(units):g}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            noise = noise_multiplier_for(target_epsilon=options.epsilon, delta=delta, sample_rate=rate, steps=steps,
-                                         accountant=options.accountant)  # fmt: skip
-    except AccountingError as problem:
-        raise FinetuneError(f"epsilon {options.epsilon:g} cannot be reached: {problem}") from None
-    if options.clipping == "adaptive":
-        try:
-            Quantile().of_gradients(noise, batch)
-        except ClippingError:
-            raise FinetuneError(
-                f"--clipping adaptive counts with noise of {batch / 20:g}, a twentieth of the batch: too little beside "
-                f"a noise multiplier of {noise:.3g}: give --batch-size {math.ceil(20 * noise)} or more, a larger "
-                "--epsilon, or another --clipping"
-            ) from None
-    lr = options.lr or (3e-3 if options.lora or options.train_only else TASKS[options.task].lr)
-    return Plan(
-        noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=lr,
-        new_lr=options.new_lr or max(lr, NEW_LR),
-        delta=delta, target_epsilon=options.epsilon, max_grad_norm=options.max_grad_norm, clipping=options.clipping,
-        weight_decay=options.weight_decay, accountant=options.accountant, seed=options.seed,
-        max_records_per_group=options.max_records_per_group if options.group_by else None,
-        max_physical_batch_size=options.max_physical_batch_size, checkpoint_steps=options.checkpoint_every,
-    )  # fmt: skip
 
 
 def check(job: Job) -> str:
     """fastdp.verify on a few records, short to long; a line to say. Raises FinetuneError."""
     total = len(job.data)
-    by_length = sorted(range(total), key=job.length)
+    by_length = sorted(range(total), key=job.lengths.__getitem__)
     spread = {by_length[k * (total - 1) // (CHECKED - 1)] for k in range(CHECKED)}  # short and long: padded and not
     params = [p for p in job.model.parameters() if p.requires_grad]
     try:
@@ -84,8 +41,8 @@ def check(job: Job) -> str:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as problem:
         if isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem):
             raise
-        words = (str(problem).strip() or "no message").splitlines()[0][:240]
-        raise FinetuneError(f"the model fails on the first records: {type(problem).__name__}: {words}") from problem
+        words = f"{type(problem).__name__}: {first_line(problem)}"
+        raise FinetuneError(f"the model fails on the first records: {words}") from problem
     line = (
         f"fastdp.verify on {found.samples} records: exact, each one's gradient is its own (relative errors: norms "
         f"{found.norm_error:.0e}, sum {found.sum_error:.0e}, influence of other records {found.coupling:.0e})"
@@ -116,18 +73,9 @@ def _without_zeros(params: list[torch.nn.Parameter]) -> Iterator[None]:
 
 def routes(job: Job, rows: int) -> tuple[str, str]:
     """(a line, the whole table) of how the engine computes norms and sums: one backward without a step."""
-    model = job.model
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = privatize(torch.optim.SGD(params, lr=0.0), model, noise_multiplier=0.0, expected_batch_size=1)
-    training = model.training
-    model.train()
-    try:
-        job.loss(model, job.batch(range(rows))).backward()
+    with engine_on(job) as optimizer:
+        job.loss(job.model, job.batch(range(rows))).backward()
         text = optimizer.explain()
-    finally:
-        optimizer.zero_grad()
-        optimizer.detach()
-        model.train(training)
     lines = text.splitlines()
     at = lines[0].index("route"), lines[0].index("units")
     kinds = Counter(line[slice(*at)].strip() for line in lines[1:] if len(line) > at[1])
@@ -153,7 +101,6 @@ LIMITS = {
     "memory": "as many as fit",
     "speed": "more at once would not be faster",
     "batch": "the whole of any likely batch",
-    "time": "the most that was tried",
     "given": "as given",
 }
 
@@ -164,10 +111,10 @@ def memory_line(found: Fit) -> str:
 
 
 def time_line(found: Fit, records: float, steps: int) -> str:
-    """An estimate, evaluations left out. records: expected in a step."""
-    step = records * found.seconds_per_sample + found.seconds_per_step
+    """An estimate, noise, updates and evaluations left out. records: expected in a step."""
+    step = records * found.seconds_per_sample
     each = f"{step:.1f} s" if step >= 1 else f"{1000 * step:.0f} ms"
-    return f"about {duration(steps * step)}: {each} a step, {count(steps)} steps (evaluations not counted)"
+    return f"about {duration(steps * step)}: {each} a step, {count(steps)} steps (updates and evaluations not counted)"
 
 
 def check_disk(out: Path, needed: int) -> str:
@@ -184,35 +131,10 @@ def check_disk(out: Path, needed: int) -> str:
     return f"{size(needed)} needed for the model and checkpoints, {size(free)} free"
 
 
-def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
-    """The guarantee, the noise and the sampling."""
-    unit = "person" if options.group_by else "record"
-    spent = epsilon_of([(plan.noise_multiplier, plan.sample_rate, plan.steps)], plan.delta, plan.accountant)
-    whence = "1/(10 n), rounded down" if options.delta is None else "as given"
-    lines = [
-        f"epsilon {at_most(spent, 4)} at delta {at_most(plan.delta, 6)} ({whence}), for one {unit} added or removed, "
-        f"by the {plan.accountant.upper()} accountant",
-        f"noise multiplier {plan.noise_multiplier:.3f}; clipping {plan.clipping}, norm {plan.max_grad_norm:g}",
-        f"Poisson sampling: {plan.expected_batch_size:g} of {count(units)} {unit}s expected in a step (rate "
-        f"{plan.sample_rate:.4g}); epochs: {options.epochs:g}, steps: {count(plan.steps)}",
-    ]  # fmt: skip
-    if plan.seed is not None:
-        lines.append(
-            f"--seed {plan.seed}: NO GUARANTEE. Whoever knows the seed can take the noise off; for experiments"
-        )
-    if plan.accountant == "gdp":
-        lines.append("gdp is an approximation, and no upper bound on epsilon: prv is")
-    lines += [f"Warning: {line}" for line in weaknesses(spent, plan.delta, units, unit)]
-    if units < 100:
-        lines.append(f"{units} {unit}s are very few: at this noise expect to learn little or nothing")
-    return lines
-
-
-def said(sections: list[tuple[str, list[str]]]) -> str:
+def said(sections: Mapping[str, list[str]]) -> str:
     """Titles on the left, lines on the right."""
-    width = max(len(title) for title, _ in sections) + 2
-    out = []
-    for title, lines in sections:
-        for number, line in enumerate(part for text in lines for part in text.splitlines()):
-            out.append(f"{title if number == 0 else '':<{width}}{line}")
+    width, out = max(map(len, sections)) + 2, []
+    for title, texts in sections.items():
+        lines = [line for text in texts for line in text.splitlines()]
+        out += [f"{title if number == 0 else '':<{width}}{line}" for number, line in enumerate(lines)]
     return "\n".join(out)

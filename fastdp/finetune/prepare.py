@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from ..losses.language_model_head import FusedHead
 from ..utils.formatting import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, inputs_of, longest, multiple_of, padding
-from .evaluation import Evaluation
-from .images import Images, load_images, load_processor
+from .encode import Collate, accepted, digest, encode, inputs_of, longest, padding
+from .figures import Evaluation
+from .images import Images, load_images
+from .losses import losses_of, reference_of
 from .models import (
     RELOAD,
     choose_trained,
@@ -28,113 +28,103 @@ from .models import (
     load_model,
     load_tokenizer,
     new_parameters,
+    read,
     transformers,
 )
 from .options import BETA, PER_PERSON
-from .plan import FinetuneError, Job, Plan
+from .outputs import of_data
+from .plan import FinetuneError, Job, make_plan, privacy_lines
 from .processes import own_device, started
 from .records import Data, load_data
 from .tables import refuse_absent
-from .task_losses import graphed_of, losses_of, reference_of
 from .tasks import TASKS, one_answer
 
-_EVALUATED_AT_ONCE = 32
+EVALUATED_AT_ONCE = 32
 
 
 @dataclass
 class Prepared:
-    """All that the run needs, and what was said of it."""
+    """All that the run needs, and what was said of it.
 
-    options: Namespace
-    data: Data
-    model: nn.Module
-    tokenizer: Any
-    train: Encoded
-    evaluation: Evaluation | None
-    plan: Plan
+    files: {name: SHA-256} of DATA. routes: the engine's plan, as a table. units: records, or persons. replaced: layers
+    that mixed samples, so that the result is loaded with make_compatible.
+    """
+
     job: Job
+    data: Data
+    files: dict[str, str]
+    tokenizer: Any
     units: int
-    sections: list[tuple[str, list[str]]]
-    routes: str = ""  # the engine's plan, as a table
-    revision: str | None = None  # of the model on the hub
-    tolerance: float = 1e-4  # of the check
-    replaced: bool = False  # layers that mixed samples, so that the result is loaded with make_compatible
+    replaced: bool
+    sections: dict[str, list[str]] = field(default_factory=dict)
+    routes: str = ""
 
 
 def prepare(options: Namespace) -> Prepared:
     """Read, check and measure everything, change nothing on the disk."""
-    device = _device(options.device)
+    device, pictures = _device(options.device), options.task == "images"
     # the first weights of a new head are no secret, and must be the same again when a killed run is taken up
     torch.manual_seed(options.seed or 0)
-    pictures = options.task == "images"
     for path in filter(None, (options.data, options.eval)):
         refuse_absent(path, folder=pictures)
     settle(options)
     known = known_labels(load_config(options.model)) if TASKS[options.task].names else None
-    data = load_images(options, known) if pictures else load_data(options, known)
-    tokenizer = load_processor(options.model) if pictures else load_tokenizer(options.model)
-    words = "" if pictures else padding(tokenizer)
-    model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
-    notes = notes + ([words] if words else [])
-    encoded, held_out, collate, most = _encoded(options, data, model, tokenizer)
-    model.to(device)
-    if options.task == "preference":
-        for each in filter(None, (encoded, held_out)):
-            each.add_reference(reference_of(model, each, collate, _EVALUATED_AT_ONCE, device))
-    model, more = choose_trained(model, new, options)
-    if options.new_lr is not None and not new_parameters(model, new):
-        more.append("Note: --new-lr has no effect, as every trained weight is pre-trained")
-    model.to(device)
-    groups = data.train.groups
-    if groups is None:  # a person's records stay together
-        encoded = encoded.by_length()
-    units = len(encoded) if groups is None else len(set(groups))
-    plan = preflight.make_plan(options, units)
-    fused = _fused(options, model, collate([encoded[0]]), device) if options.fused_loss else None
-    low, high = options.label_range or (-1.0, 1.0)
-    evaluation = None if held_out is None else Evaluation(
-        held_out, collate, options.task, _EVALUATED_AT_ONCE, fused, data.names, (high - low) / 2
+    data, files = (load_images if pictures else load_data)(options, known), of_data(options.data)
+    auto = transformers().AutoImageProcessor if pictures else None
+    tokenizer = read("image processor (preprocessor_config.json)", options.model, auto) if pictures else (
+        load_tokenizer(options.model)
     )  # fmt: skip
-    job = Job(
-        model=model, losses=losses_of(model, options.task, options.beta, fused), data=encoded, collate=collate,
-        plan=plan, out=options.out, length=encoded.length, groups=groups, group_by=options.group_by,
-        evaluate=evaluation, new=new_parameters(model, new),
-        fingerprint={"data (training records)": data.train.digest, "tokens": encoded.digest()},
-    )  # fmt: skip
-    if options.graphed:
-        job.graphed = graphed_of(options.task, encoded, collate)
-        _check_graphed(job)
-    sections = [
-        ("model", _model_lines(options, model, [*notes, *more])),
-        ("data", _data_lines(options, data, encoded, held_out, most, units)),
-        ("privacy", preflight.privacy_lines(plan, options, units)),
-    ]
-    ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
-    ready.replaced = any(RELOAD in note for note in notes)
-    ready.revision = getattr(model.config, "_commit_hash", None)
-    ready.tolerance = 5e-2 if options.dtype == "bfloat16" else 1e-4  # fastdp.verify's own
+    notes = [] if pictures or not (words := padding(tokenizer)) else [words]
+    model, new, more = load_model(options.model, options.task, data.names, options.dtype)
+    train, held_out, collate, most = _encoded(options, data, model, tokenizer, device)
+    model, adapted = choose_trained(model.to(device), new, options)
+    model.to(device)
+    notes = [*more, *notes, *adapted]
+    new = new_parameters(model, new)
+    if options.new_lr is not None and not new:
+        notes.append("Note: --new-lr has no effect, as every trained weight is pre-trained")
+    units = len(train) if data.groups is None else len(set(data.groups))
+    fused = _fused(options, model, collate([train[0]]), device) if options.fused_loss else None
+    losses, lengths = losses_of(model, options.task, options.beta, fused), [1] * len(train)
+    job = Job(options, make_plan(options, units), model, losses, train, collate, lengths, data.groups, new=new)
+    job.fingerprint = {"data (training records)": digest(data.train)}
+    if not pictures:
+        job.lengths, job.fingerprint["tokens"] = list(train["length"]), digest(train["input_ids"])
+    if held_out is not None:
+        low, high = options.label_range or (-1.0, 1.0)
+        job.evaluate = Evaluation(
+            held_out, collate, options.task, EVALUATED_AT_ONCE, fused, data.names, (high - low) / 2
+        )
+    ready = Prepared(job, data, files, tokenizer, units, any(RELOAD in note for note in notes))
+    ready.sections = {
+        "model": _model_lines(options, model, notes), "data": _data_lines(job, data, held_out, most, units),
+        "privacy": privacy_lines(job.plan, options, units),
+    }  # fmt: skip
     _measure(ready)
     return ready
 
 
-def _encoded(options: Namespace, data: Data, model: nn.Module, tokenizer: Any) -> tuple[Any, Any, Any, int]:
+def _encoded(options: Namespace, data: Data, model: nn.Module, tokenizer: Any, device: torch.device) -> Any:
     """(records to train on, held-out records or None, what collates them, the largest number of tokens)."""
     settings: Any = model.config
     if options.task == "images":
-        held_out = None if data.held_out is None else Images(data.held_out, tokenizer)
+        held_out = Images(data.held_out, tokenizer) if data.held_out else None
         return Images(data.train, tokenizer), held_out, transformers().default_data_collator, 0
     if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
         settings.pad_token_id = tokenizer.pad_token_id
     if options.label_range:  # who loads the model must know what 1 stands for
         settings.label_range = list(options.label_range)
     most = longest(model, tokenizer, options.task, options.max_length)
-    multiple = multiple_of(most) if options.graphed else None
+    multiple = max(8, -(-most // 8)) if options.graphed else None  # few shapes are recorded
     most -= most % multiple if multiple and most > multiple else 0  # no batch may be wider than the model takes
-    train, other = (
-        None if records is None else encode(records, tokenizer, model, options.task, most)
-        for records in (data.train, data.held_out)
-    )
-    return train, other, Collate(tokenizer, model, options.task, multiple), most
+    collate, found = Collate(tokenizer, model, options.task, multiple), []
+    for records, sort in ((data.train, data.groups is None), (data.held_out, True)):  # a person's stay together
+        rows = encode(records, tokenizer, model, options.task, most, sort) if records else None
+        if rows is not None and options.task == "preference":
+            model.to(device)
+            rows = rows.add_column("reference", reference_of(model, rows, collate, EVALUATED_AT_ONCE, device))
+        found.append(rows)
+    return *found, collate, most
 
 
 def settle(options: Namespace) -> None:
@@ -148,31 +138,34 @@ def settle(options: Namespace) -> None:
             "--eval and --eval-fraction: the records held out of DATA would be neither trained on nor evaluated on. "
             "Leave one of the two out"
         )
-    if options.task == "lm" and options.label_column is not None:
-        raise FinetuneError("--label-column does not go with --task lm, which learns the text itself: leave it out")
-    for name, task in (("label_range", "regression"), ("target_column", "seq2seq"), ("prompt_column", "preference"),
-                       ("chosen_column", "preference"), ("rejected_column", "preference")):  # fmt: skip
+    if options.fused_loss and (options.task != "lm" or options.graphed):
+        raise FinetuneError("--fused-loss goes with --task lm, and not with --graphed")
+    if options.graphed and started()[1] > 1:
+        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
+    if options.graphed and (options.group_by or options.task in ("seq2seq", "preference")):
+        raise FinetuneError("--graphed goes with neither --group-by, --task seq2seq nor preference: leave it out")
+    only = {"label_range": "regression", "target_column": "seq2seq", "prompt_column": "preference",
+            "chosen_column": "preference", "rejected_column": "preference"}  # fmt: skip
+    for name, task in only.items():
         if getattr(options, name) is not None and options.task != task:
-            flag = "--" + name.replace("_", "-")
-            raise FinetuneError(f"{flag} goes with --task {task}, not with --task {options.task}")
-    instead = {("seq2seq", "label_column"): "--target-column", ("preference", "label_column"): "--chosen-column",
-               ("preference", "text_column"): "--prompt-column"}  # fmt: skip
-    for (task, name), flag in instead.items():
-        if options.task == task and getattr(options, name) is not None:
-            raise FinetuneError(f"--{name.replace('_', '-')} does not go with --task {task}: give {flag}")
+            raise FinetuneError(f"--{name.replace('_', '-')} goes with --task {task}, not with --task {options.task}")
     if options.task != "preference" and options.beta != BETA:
         raise FinetuneError(f"--beta goes with --task preference, not with --task {options.task}")
+    instead = {("seq2seq", "label_column"): "give --target-column", ("lm", "label_column"): "leave it out",
+               ("preference", "label_column"): "give --chosen-column",
+               ("preference", "text_column"): "give --prompt-column"}  # fmt: skip
+    for (task, name), remedy in instead.items():
+        if options.task == task and getattr(options, name) is not None:
+            raise FinetuneError(f"--{name.replace('_', '-')} does not go with --task {task}: {remedy}")
 
 
 def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:
     """The head and the loss as one function, checked. Raises FinetuneError."""
-    if options.task != "lm" or options.graphed:
-        raise FinetuneError("--fused-loss goes with --task lm, and not with --graphed")
     training = model.training
     try:
         found = FusedHead(model)
-        batch = {name: value.to(device) for name, value in batch.items()}
-        found.check(model.eval(), inputs_of(model, batch), 1e-4 if options.dtype == "float32" else 3e-2)
+        inputs = inputs_of({name: value.to(device) for name, value in batch.items()}, accepted(model))
+        found.check(model.eval(), inputs, 1e-4 if options.dtype == "float32" else 3e-2)
     except StepError as problem:
         raise FinetuneError(f"--fused-loss: {problem}") from None
     finally:
@@ -180,51 +173,38 @@ def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor],
     return found
 
 
-def _check_graphed(job: Job) -> None:
-    """Raises FinetuneError if the steps of a job cannot be replayed."""
-    if started()[1] > 1:
-        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
-    if job.groups is not None:
-        raise FinetuneError("--graphed replays batches of records, and --group-by protects persons: leave one out")
-    if job.device.type != "cpu":
-        raise FinetuneError(f"--graphed replays on the CPU only, and the model is on {job.device}: leave it out")
-
-
 def _measure(ready: Prepared) -> None:
-    """verify, the engine's plan, physical batch, time, memory, disk: into the sections, and the plan of the job."""
-    job, options = ready.job, ready.options
-    ready.sections.append(("check", [preflight.check(job)]))
+    """verify, the engine's plan, physical batch, time, memory, disk: into the sections, and the job."""
+    job, options, plan = ready.job, ready.job.options, ready.job.plan
+    ready.sections["check"] = [preflight.check(job)]
     warnings.simplefilter("ignore", BatchReadWarning)  # the check has passed, on padded records and on others
-    found = _with_persons(fit(job), ready)
-    job.keep_physical = found.limit != "given"
-    ready.plan = job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=found.size)
-    short, ready.routes = preflight.routes(job, min(found.size, len(ready.train)))
-    records = ready.plan.expected_batch_size * len(ready.train) / ready.units  # in a step
-    needed = preflight.disk_needed(ready.model, bool(options.lora))
+    found = _with_persons(fit(job), job)
+    job.physical, job.keep_physical = found.size, options.max_physical_batch_size is None
+    short, ready.routes = preflight.routes(job, min(found.size, len(job.data)))
     size = started()[1]
     if size > 1:
-        ready.sections.append(("processes", [f"{size} share each step; the sizes below are of the first"]))
-    ready.sections += [
-        ("plan", [short]),
-        ("memory", [preflight.memory_line(found)]),
-        ("time", [preflight.time_line(found, records / size, ready.plan.steps)]),
-        ("disk", [preflight.check_disk(options.out, needed)]),
-    ]
+        ready.sections["processes"] = [f"{size} share each step; the sizes below are of the first"]
+    records = plan.expected_batch_size * len(job.data) / ready.units / size  # in a step
+    needed = preflight.disk_needed(job.model, bool(options.lora))
+    ready.sections |= {
+        "plan": [short], "memory": [preflight.memory_line(found)],
+        "time": [preflight.time_line(found, records, plan.steps)], "disk": [preflight.check_disk(options.out, needed)],
+    }  # fmt: skip
 
 
-def _with_persons(found: Fit, ready: Prepared) -> Fit:
+def _with_persons(found: Fit, job: Job) -> Fit:
     """A physical batch holds all of a person's records. Raises FinetuneError where it cannot."""
-    if ready.data.train.groups is None:
+    if job.groups is None:
         return found
-    most = min(max(Counter(ready.data.train.groups).values()), ready.options.max_records_per_group)
-    if found.size >= most:
-        return found
-    if found.limit in ("speed", "time"):
-        return dataclasses.replace(found, size=most, bytes=found.bytes * most // found.size)
-    raise FinetuneError(
-        f"{found.size} records fit at once ({preflight.LIMITS[found.limit]}), but a person's records in a step, up to "
-        f"{most}, must be in memory together: give --max-records-per-group {found.size} or fewer"
-    )
+    most = min(max(Counter(job.groups).values()), job.options.max_records_per_group)
+    if found.size < most and found.limit == "speed":
+        return replace(found, size=most, bytes=found.bytes * most // found.size)
+    if found.size < most:
+        raise FinetuneError(
+            f"{found.size} records fit at once ({preflight.LIMITS[found.limit]}), but a person's records in a step, up "
+            f"to {most}, must be in memory together: give --max-records-per-group {found.size} or fewer"
+        )
+    return found
 
 
 def _device(name: str | None) -> torch.device:
@@ -245,30 +225,25 @@ def _model_lines(options: Namespace, model: nn.Module, notes: list[str]) -> list
             f"trained: {count(trained)} of {count(total)} parameters ({share})", *notes]  # fmt: skip
 
 
-def _data_lines(options: Namespace, data: Data, train: Encoded, held_out: Encoded | None, most: int,
-                units: int) -> list[str]:  # fmt: skip
-    lines = [f"{count(len(train))} records of {options.data} to train on, columns "
-             + ", ".join(f"{what} {name!r}" for what, name in data.columns.items())]  # fmt: skip
-    if held_out is not None and options.eval is None:
-        lines.append(f"{many(len(held_out), 'other')} held out to evaluate on, chosen by a hash of each one's text")
-        if options.group_by:
-            lines[-1] = lines[-1].replace("each one's text", "the person's key")
-        if options.task == "images":
-            lines[-1] = lines[-1].replace("each one's text", "each one's file")
-    elif held_out is not None:
+def _data_lines(job: Job, data: Data, held_out: Any, most: int, units: int) -> list[str]:
+    options = job.options
+    columns = ", ".join(f"{what} {name!r}" for what, name in data.columns.items())
+    lines = [f"{count(len(job.data))} records of {options.data} to train on, columns {columns}"]
+    if held_out is None:
+        lines.append("no record is held out, so nothing is evaluated")
+    elif options.eval is not None:
         lines.append(f"{count(len(held_out))} records of {options.eval} to evaluate on")
     else:
-        lines.append("no record is held out, so nothing is evaluated")
+        what = "the person's key" if options.group_by else "each one's " + ("file" if most == 0 else "text")
+        lines.append(f"{many(len(held_out), 'other')} held out to evaluate on, chosen by a hash of {what}")
     if data.names is not None:
-        whence = "as given" if data.public_labels else "found in the data, --labels states them"
+        whence = "as given" if data.public else "found in the data, --labels states them"
         lines.append(f"{len(data.names)} labels ({whence}): {listed(data.names, 8)}")
     if options.group_by:
         lines.append(f"{count(units)} persons by {options.group_by!r}: a person's records are clipped as one sample, "
                      f"at most {options.max_records_per_group} of them in a step")  # fmt: skip
-    if train.cut:
-        lines.append(f"{many(train.cut, 'record')} longer than {most} tokens and cut to that (--max-length); "
-                     "one record stays one sample")  # fmt: skip
-    short = sum(train.length(i) < 2 for i in range(len(train))) if options.task == "lm" else 0
-    if short:
-        lines.append(f"{count(short)} records have one token only, and nothing to predict")
+    cut = sum(len(ids) >= most for ids in job.data["input_ids"]) if most else 0
+    if cut:
+        lines.append(f"{many(cut, 'record')} of {most} tokens: what is longer is cut (--max-length); one record stays "
+                     "one sample")  # fmt: skip
     return lines + data.said

@@ -6,8 +6,12 @@ clock. That nothing spent is ever lost, and that a killed run is resumed exactly
 
 from __future__ import annotations
 
+import csv
+import functools
+import io
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -15,22 +19,25 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
+from tqdm import tqdm
+from transformers.integrations import TensorBoardCallback
 
-from ..accounting import epsilon_by
 from ..distributed.world import world_of
 from ..errors import AccountingError, GraphError
 from ..hf import DPTrainer, PrivacyArguments
-from .files import SaveError, disk_problems
+from .files import SaveError, disk_problems, write
 from .plan import FinetuneError, Job, Outcome
-from .progress import Progress
+from .tasks import headline
 
 MINUTES = 5.0  # between checkpoints
 SHOWN = 4  # bits of a number of steps whose epsilon is shown: in logs it is of up to an eighth more steps
+FIRST = ("step", "epsilon", "loss", "samples")  # columns of metrics.csv
 
 
-def run(job: Job, resume: bool, progress: Progress) -> Outcome:
-    """Train the job's model in place, from the beginning or from where its run was left.
+def run(job: Job, resume: bool) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Train the job's model in place, from the beginning or from where its run was left; how it ended, and the rows of
+    metrics, by step.
 
     SIGINT and SIGTERM end it after the current step, saved; a second one ends it at once.
     """
@@ -38,60 +45,59 @@ def run(job: Job, resume: bool, progress: Progress) -> Outcome:
     cached = getattr(settings, "use_cache", None)
     mask = os.umask(0o077)  # checkpoints hold metrics and counts
     try:
-        trainer = Trainer(job, progress)
+        trainer = Trainer(job)
         with trainer.stop, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="noise_seed")
             trainer.train(resume_from_checkpoint=resume or None)
+        outcome = trainer.outcome()
+        trainer.write_metrics()
     except torch.OutOfMemoryError as problem:
         raise FinetuneError(
-            f"memory does not suffice for {job.plan.max_physical_batch_size} records at once "
-            f"({str(problem).splitlines()[0]}): resume with a smaller --max-physical-batch-size"
+            f"memory does not suffice for {job.physical} records at once ({str(problem).splitlines()[0]}): resume with "
+            "a smaller --max-physical-batch-size"
+        ) from problem
+    except GraphError as problem:
+        raise FinetuneError(
+            f"--graphed: the step of this model cannot be replayed: {problem}. Go on with --resume, without --graphed"
         ) from problem
     finally:
         os.umask(mask)
         if cached is not None:  # Trainer turns it off for training, and it would stay off in the saved model
             settings.use_cache = cached
         job.model.eval()
-    return trainer.outcome()
-
-
-def _train_on(arguments: transformers.TrainingArguments, device: torch.device) -> None:
-    """One process trains on the GPU that was asked for, however many there are (Trainer would take all of them)."""
-    if device.type == "cuda" and arguments.world_size == 1:
-        arguments.__dict__["_setup_devices"], arguments._n_gpu = device, 1
-        torch.cuda.set_device(device)
+    return outcome, trainer.rows()
 
 
 class Trainer(DPTrainer):
     """A DPTrainer that trains a job."""
 
-    def __init__(self, job: Job, progress: Progress) -> None:
-        plan = job.plan
-        self.job, self.progress, self.stop = job, progress, Stop()
-        self.epsilons: dict[int, float] = {0: 0.0}
-        self.nonfinite = 0
-        self.replays: dict[Any, Any] = {}
+    def __init__(self, job: Job) -> None:
+        options, plan, out = job.options, job.plan, job.options.out
+        self.job, self.stop, self.nonfinite = job, Stop(), 0
+        self.epsilon_of = functools.cache(plan.epsilon)
         arguments = transformers.TrainingArguments(
-            output_dir=str(job.out / "checkpoints"), max_steps=plan.steps, learning_rate=plan.lr,
+            output_dir=str(out / "checkpoints"), max_steps=plan.steps, learning_rate=plan.lr,
             weight_decay=plan.weight_decay, lr_scheduler_type="linear", optim="adamw_torch",
-            per_device_train_batch_size=plan.max_physical_batch_size or len(job.data), save_strategy="steps",
-            save_steps=plan.checkpoint_steps or plan.steps, save_total_limit=2, logging_steps=1, report_to="none",
+            per_device_train_batch_size=job.physical or len(job.data), save_strategy="steps",
+            save_steps=options.checkpoint_every or plan.steps, save_total_limit=2, logging_steps=1, report_to="none",
             disable_tqdm=True, use_cpu=job.device.type == "cpu", remove_unused_columns=False,
             dataloader_pin_memory=False, logging_nan_inf_filter=False,
         )  # fmt: skip
-        _train_on(arguments, job.device)
+        if job.device.type == "cuda" and arguments.world_size == 1:  # Trainer would take all GPUs that there are
+            arguments.__dict__["_setup_devices"], arguments._n_gpu = job.device, 1
+            torch.cuda.set_device(job.device)
         privacy = PrivacyArguments(
             target_epsilon=plan.target_epsilon, noise_multiplier=plan.noise_multiplier, delta=plan.delta,
             per_sample_max_grad_norm=plan.max_grad_norm, clipping=plan.clipping, accountant=plan.accountant,
-            sample_rate=plan.sample_rate, group_by=job.group_by, max_records_per_group=plan.max_records_per_group,
-            noise_seed=plan.seed, verify=False, repeat_lost_steps=True,  # the check was made before
+            sample_rate=plan.sample_rate, group_by=options.group_by, max_records_per_group=plan.max_records_per_group,
+            noise_seed=plan.seed, graphed=options.graphed, verify=False, repeat_lost_steps=True,  # verified before
         )  # fmt: skip
         super().__init__(
             model=job.model, args=arguments, train_dataset=job.data, data_collator=job.collate, privacy=privacy,
-            callbacks=[Between(self)],
+            callbacks=[Between(self), *_board(out)],
         )  # fmt: skip
         self.remove_callback(transformers.PrinterCallback)
-        self.log_file, self.key_file = job.out / "journal.jsonl", job.out.with_name(job.out.name + ".secret.key")
+        self.log_file, self.key_file = out / "journal.jsonl", out.with_name(out.name + ".secret.key")
         self.fingerprint, self.keep_physical = job.fingerprint, job.keep_physical
 
     # ------------------------------------------------------------------ what is trained
@@ -104,10 +110,10 @@ class Trainer(DPTrainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """AdamW, whose new parameters learn at a rate of their own."""
-        plan, trained = self.job.plan, [(n, p) for n, p in self.job.model.named_parameters() if p.requires_grad]
-        parts: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in trained:
-            parts.setdefault(plan.new_lr if name in self.job.new else plan.lr, []).append(parameter)
+        plan, parts = self.job.plan, dict[float, list[nn.Parameter]]()
+        for name, parameter in self.job.model.named_parameters():
+            if parameter.requires_grad:
+                parts.setdefault(plan.new_lr if name in self.job.new else plan.lr, []).append(parameter)
         groups = [{"params": params, "lr": rate} for rate, params in sorted(parts.items())]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=plan.weight_decay)
         return self.optimizer
@@ -116,7 +122,7 @@ class Trainer(DPTrainer):
         return self.job.groups
 
     def _fixed(self) -> dict[str, Any]:
-        return self.job.plan.fixed()
+        return vars(self.job.plan)
 
     def _plan(self, max_steps: int) -> None:
         """As DPTrainer's. A run that has spent its budget makes no step, and its outputs are written."""
@@ -125,48 +131,15 @@ class Trainer(DPTrainer):
         except AccountingError:
             self.state.max_steps = self.state.global_step
 
-    # ------------------------------------------------------------------ replayed steps
-
-    def _make_private(self, steps: int) -> None:
-        super()._make_private(steps)
-        if self.job.graphed is not None:
-            self._graphed = self  # type: ignore[assignment]
-
-    def backward(self, batch: dict[str, Tensor]) -> Tensor:
-        """Forward and backward by a recording for the shape of the batch; returns the mean loss.
-
-        What is recorded depends on the batch and the data alone, never on batches before: a resumed run has not seen
-        them, and repeats steps bit for bit.
-        """
-        assert self._source is not None and self._private is not None and self.job.graphed is not None
-        samples, limit = len(batch["labels"]), self._source.loader.sampler.limit
-        size = limit or 1 << (samples - 1).bit_length()
-        key = (tuple((name, value.shape[1:]) for name, value in batch.items()), size)
-        if key not in self.replays:
-            example = self.job.graphed.example(batch, size)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self.replays[key] = example and self._private.graphed(self._losses, (example,), sizes=(size,))
-            except GraphError as problem:
-                raise FinetuneError(
-                    f"--graphed: the step of this model cannot be replayed: {problem}. Go on with --resume, without "
-                    "--graphed"
-                ) from problem
-        if self.replays[key] is not None:
-            return self.replays[key].backward(batch)  # type: ignore[no-any-return]
-        loss = self._losses(self._trained, batch).mean()  # the only record of its width
-        loss.backward()
-        return loss.detach()
-
     # ------------------------------------------------------------------ between steps
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """DPTrainer's. One that is not needed may fail: the steps since the last one can be repeated."""
         again = "The same command with --resume goes on from the last checkpoint"
         try:
-            with disk_problems(self.job.out / "checkpoints", again):
+            with disk_problems(self.job.options.out / "checkpoints", again):
                 super()._save_checkpoint(model, trial)
+                self.write_metrics()
         except SaveError as problem:
             needed = self.control.should_training_stop or self.state.global_step in (0, self.state.max_steps)
             if needed or world_of().size > 1:
@@ -175,52 +148,81 @@ class Trainer(DPTrainer):
 
     def _say(self, text: str) -> None:
         if world_of().rank == 0:
-            self.progress.say(f"  {text}")
+            tqdm.write(f"  {text}")
 
     def _privacy_logs(self, final: bool) -> dict[str, float]:
-        return {}  # the log's epsilon is written to the metrics
+        """What the log of a step has beside its loss."""
+        if self._private is None:  # the run is over
+            return {}
+        self.nonfinite = int(self._private.nonfinite_samples)
+        return {"epsilon": self.spent(), "samples": self._whole, "nonfinite": self.nonfinite}
 
-    def spent(self, exact: bool = False) -> float:
-        """Epsilon of all steps ever made; in logs, of up to an eighth more, as accounting takes a tenth of a second."""
-        plan, count = self.job.plan, sum(run[2] for run in self.history)
-        every = 2 ** max(0, count.bit_length() - SHOWN)
-        if not exact and count <= plan.steps:
-            count = min(-(-count // every) * every, plan.steps)
-        if count not in self.epsilons:
-            self.epsilons[count] = epsilon_by(
-                [(plan.noise_multiplier, plan.sample_rate, count)], plan.delta, plan.accountant
-            )
-        return self.epsilons[count]
+    def made(self) -> int:
+        """The noised steps ever made, lost ones included."""
+        return sum(run[2] for run in self.history)
+
+    def spent(self) -> float:
+        """Epsilon of all steps made; of up to an eighth more, as accounting takes a tenth of a second."""
+        made = self.made()
+        every = 2 ** max(0, made.bit_length() - SHOWN)
+        return self.epsilon_of(
+            made if made > self.job.plan.steps else min(-(-made // every) * every, self.job.plan.steps)
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The log, a row a step. It is part of each checkpoint, so a repeated step has one row."""
+        found: dict[int, dict[str, Any]] = {}
+        for entry in self.state.log_history:
+            if "train_loss" not in entry:  # Trainer's summary
+                found.setdefault(entry["step"], {}).update(entry)
+        return [found[step] for step in sorted(found)]
+
+    def write_metrics(self) -> None:
+        """metrics.csv. Raises SaveError."""
+        if world_of().rank > 0:
+            return
+        rows, text = self.rows(), io.StringIO()
+        others = {name for row in rows for name in row} - {*FIRST}
+        writer = csv.DictWriter(text, [*FIRST, *sorted(others)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: f"{value:.8g}" for name, value in row.items()} for row in rows)
+        write(self.job.options.out / "metrics.csv", text.getvalue())
 
     def evaluate_now(self) -> None:
-        """The figures of the held-out records, by the first process."""
-        step, row = self.state.global_step, self.progress.rows.get(self.state.global_step, {})
-        if world_of().rank > 0 or self.job.evaluate is None or self.progress.figure in row:
+        """The figures of the held-out records, by the first process, once a step."""
+        last = next((row for row in self.rows() if row["step"] == self.state.global_step), {})
+        if world_of().rank > 0 or self.job.evaluate is None or headline(self.job.options.task) in last:
             return
-        self.progress.evaluated({"step": step, "epsilon": self.spent(), **self.job.evaluate(self.job.model)})
+        found, spent = self.job.evaluate(self.job.model), self.spent()
+        self.log({"epsilon": spent, **found})
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        self._say(f"step {self.state.global_step}: epsilon {spent:.2f}, {figures}")
 
     def outcome(self) -> Outcome:
         """How the run ended."""
-        steps, made = self.state.global_step, sum(run[2] for run in self.history)
-        interrupted = self.stop.asked and steps < self.state.max_steps
-        if not interrupted:
-            self.evaluate_now()
-        status: Any = "interrupted" if interrupted else "finished" if steps >= self.job.plan.steps else "budget"
-        return Outcome(status, steps, self.spent(exact=True), made - steps, self.nonfinite)
+        steps = self.state.global_step
+        if self.stop.asked and steps < self.state.max_steps:
+            return Outcome("interrupted", steps, self.made() - steps, self.nonfinite)
+        self.evaluate_now()
+        status: Any = "finished" if steps >= self.job.plan.steps else "budget"
+        return Outcome(status, steps, self.made() - steps, self.nonfinite)
 
 
 class Between(transformers.TrainerCallback):
     """What happens between two steps of a run."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.saved, self.begun = trainer, time.monotonic(), 0.0
+        self.trainer, self.saved = trainer, time.monotonic()
+        # None: a bar on terminals alone
+        self.bar = tqdm(total=trainer.job.plan.steps, file=sys.stdout, disable=None, leave=False, unit="step")
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun = time.perf_counter()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.trainer.evaluate_now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        clock = trainer.job.plan.checkpoint_steps is None and time.monotonic() - self.saved > 60 * MINUTES
+        clock = trainer.job.options.checkpoint_every is None and time.monotonic() - self.saved > 60 * MINUTES
         asked = world_of().everywhere("what follows a step", (trainer.stop.asked, clock))
         control.should_save = control.should_save or any(stop or due for stop, due in asked)
         if any(stop for stop, _ in asked):
@@ -230,12 +232,8 @@ class Between(transformers.TrainerCallback):
         trainer = self.trainer
         if "loss" not in (logs or {}) or world_of().rank > 0:
             return
-        assert trainer._private is not None
-        trainer.nonfinite = int(trainer._private.nonfinite_samples)
-        trainer.progress.step({
-            "step": state.global_step, "epsilon": trainer.spent(), "loss": logs["loss"], "samples": trainer._whole,
-            "seconds": time.perf_counter() - self.begun, "lr": logs["learning_rate"], "nonfinite": trainer.nonfinite,
-        })  # fmt: skip
+        self.bar.n = state.global_step
+        self.bar.set_postfix_str(f"loss {logs['loss']:.4f}, epsilon {logs['epsilon']:.2f}")
         epoch = max(1, round(1 / trainer.job.plan.sample_rate))
         if state.global_step % epoch == 0 and state.global_step < state.max_steps:
             trainer.evaluate_now()
@@ -244,8 +242,18 @@ class Between(transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saved = time.monotonic()
-        if world_of().rank == 0:
-            self.trainer.progress.pause()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
+def _board(out: Any) -> list[Any]:
+    """TensorBoard's callback, where it is installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return []
+    return [TensorBoardCallback(SummaryWriter(str(out / "tensorboard")))]
 
 
 class Stop:

@@ -20,7 +20,8 @@ class Task(NamedTuple):
 
     about: help. auto: the class of transformers that makes the model. peft: the name that peft has for it. length: of a
     text, in tokens, at most. headline: the figure by which a run is judged. texts, labels: usual names of the columns.
-    flag: the option that names the label's column. names: whether labels are a set of names.
+    flag: the option that names the label's column. names: whether labels are a set of names. problem: transformers'
+    problem_type.
     """
 
     about: str
@@ -33,13 +34,16 @@ class Task(NamedTuple):
     labels: tuple[str, ...] = _LABELS
     flag: str = "--label-column"
     names: bool = False
+    problem: str | None = None
 
 
 _HEAD = ("AutoModelForSequenceClassification", "SEQ_CLS", 128, 2e-4)
 TASKS = {
-    "classify": Task("predict one label per text", *_HEAD, "accuracy", names=True),
-    "multi-label": Task("predict any number of labels per text", *_HEAD, "micro_f1", names=True),
-    "regression": Task("predict a number per text", *_HEAD, "r2"),
+    "classify": Task("predict one label per text", *_HEAD, "accuracy", names=True,
+                     problem="single_label_classification"),
+    "multi-label": Task("predict any number of labels per text", *_HEAD, "micro_f1", names=True,
+                        problem="multi_label_classification"),
+    "regression": Task("predict a number per text", *_HEAD, "r2", problem="regression"),
     "tokens": Task(
         "predict one tag per word", "AutoModelForTokenClassification", "TOKEN_CLS", 128, 2e-4, "f1",
         ("tokens", "words", *_TEXTS), ("tags", "ner_tags", "pos_tags", "chunk_tags", "labels", "label", "ner", "pos"),

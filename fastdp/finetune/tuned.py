@@ -32,11 +32,12 @@ def candidates(options: Namespace, settings: list[dict[str, Any]]) -> list[tuple
         _check(own, options)
         persons.add(own.group_by)
         ready = prepare(own)
-        if ready.evaluation is None:
+        plan, evaluate = ready.job.plan, ready.job.evaluate
+        if evaluate is None:
             raise FinetuneError("nothing is evaluated, so no run is better than another: give --eval FILE")
-        plan, held = ready.plan, len(ready.evaluation.data)
+        held = len(ready.data.held_out) if options.held_out == "private" else None
         history: History = [(plan.noise_multiplier, plan.sample_rate, plan.steps)]
-        found.append((setting, history, _run(words, own.task, held if options.held_out == "private" else None)))
+        found.append((setting, history, _run(words, own.task, held)))
     if len(persons) > 1:
         raise FinetuneError("--group-by must be the same in all settings: the guarantee is for records, or for persons")
     return found
@@ -47,12 +48,11 @@ def _flags(setting: dict[str, Any]) -> list[str]:
     words = []
     for name, value in setting.items():
         flag = "--" + name.removeprefix("--").replace("_", "-")
-        if flag.removeprefix("--").replace("-", "_") in _OURS:
+        if flag[2:].replace("-", "_") in _OURS:
             raise FinetuneError(f"{flag} is not for the settings of a search")
-        if value is None or value is False:
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        words += [flag] if value is True else [flag, text]
+        if value is not None and value is not False:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [flag] if value is True else [flag, text]
     return words
 
 
@@ -75,26 +75,24 @@ def _parsed(words: list[str]) -> Namespace:
 
 def _check(own: Namespace, options: Namespace) -> None:
     """Raises FinetuneError where the search's guarantee would not be what is said."""
-    if own.seed is not None or own.resume or own.dry_run:
-        raise FinetuneError("--seed, --resume and --dry-run of finetune are not for a search")
     given = [word for word in options.words if word.split("=")[0] in ("--out", "--delta")]
-    if given:
-        raise FinetuneError(f"{given[0]} is given to tune itself, before the --")
-    if own.skip_bad_rows:
-        raise FinetuneError("--skip-bad-rows is not for a search: repair the file, which every run reads")
-    if options.held_out == "public" and (own.eval is None or own.eval_fraction):
-        raise FinetuneError(
-            "--held-out public: the records that are held out of DATA are as private as the others. Give --eval FILE "
-            "with public records, or --held-out private"
-        )
-    if options.held_out == "private" and own.task != "classify":
-        raise FinetuneError(
-            "--held-out private needs --task classify, where a record scores 0 or 1: the loss of a text is unbounded"
-        )
-    if options.held_out == "private" and own.group_by:
-        raise FinetuneError(
-            "--held-out private counts records, not persons: leave --group-by out, or evaluate in public"
-        )
+    private, public = options.held_out == "private", options.held_out == "public"
+    problems = (
+        (own.seed is not None or own.resume or own.dry_run,
+         "--seed, --resume and --dry-run of finetune are not for a search"),
+        (given, f"{' '.join(given)} is given to tune itself, before the --"),
+        (own.skip_bad_rows, "--skip-bad-rows is not for a search: repair the file, which every run reads"),
+        (public and (own.eval is None or own.eval_fraction),
+         "--held-out public: the records that are held out of DATA are as private as the others. Give --eval FILE "
+         "with public records, or --held-out private"),
+        (private and own.task != "classify",
+         "--held-out private needs --task classify, where a record scores 0 or 1: the loss of a text is unbounded"),
+        (private and own.group_by,
+         "--held-out private counts records, not persons: leave --group-by out, or evaluate in public"),
+    )  # fmt: skip
+    for wrong, why in problems:
+        if wrong:
+            raise FinetuneError(why)
 
 
 def _run(words: list[str], task: str, held: int | None) -> Callable[[Path], tuple[Any, History]]:

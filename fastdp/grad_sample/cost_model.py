@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -126,32 +127,22 @@ _CONV = {
 }  # fmt: skip
 
 
-def _linear_jobs(s: Shape, make: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
-    a, g, c = make(s.batch, s.t, s.i), make(s.batch, s.t, s.o), make(s.batch).float()
-    kept = ops.linear_per_sample(a, g)
+def _jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    """What is timed of a product, or of a convolution of 3 x 3 on images of this side."""
+    rest: dict[str, Any] = {} if s.family == "linear" else {"kernel_size": 3, "padding": 1}
+    of = {name: getattr(ops, f"{s.family}_{name}") for name in ("norm_sq", "clipped_sum", "per_sample")}
+    if s.family == "linear":
+        a, g = make(s.batch, s.t, s.i), make(s.batch, s.t, s.o)
+    else:
+        a, g = make(s.batch, s.i // 9, side, side), make(s.batch, s.o, side, side)
+    c, kept = make(s.batch).float(), of["per_sample"](a, g, **rest)
     return {
-        "gram": lambda: ops.linear_norm_sq(a, g, "gram", dtype=torch.float64),
-        "direct": lambda: ops.linear_norm_sq(a, g, "direct", dtype=torch.float64),
-        "sum": lambda: ops.linear_clipped_sum(a, g, c),
-        "per_sample": lambda: ops.linear_per_sample(a, g),
-        "weighted": lambda: weighted(kept, c),
+        "gram": lambda: of["norm_sq"](a, g, method="gram", dtype=torch.float64, **rest),
+        "direct": lambda: of["norm_sq"](a, g, method="direct", dtype=torch.float64, **rest),
+        "sum": lambda: of["clipped_sum"](a, g, c, **rest),
+        "per_sample": lambda: of["per_sample"](a, g, **rest),
+        "weighted": lambda: (ops.square_sum(kept), ops.weighted_sum(kept, c)),
     }
-
-
-def _conv_jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
-    x, g, c = make(s.batch, s.i // 9, side, side), make(s.batch, s.o, side, side), make(s.batch).float()
-    kept = ops.conv_per_sample(x, g, 3, padding=1)
-    return {
-        "gram": lambda: ops.conv_norm_sq(x, g, 3, padding=1, method="gram", dtype=torch.float64),
-        "direct": lambda: ops.conv_norm_sq(x, g, 3, padding=1, method="direct", dtype=torch.float64),
-        "sum": lambda: ops.conv_clipped_sum(x, g, c, 3, padding=1),
-        "per_sample": lambda: ops.conv_per_sample(x, g, 3, padding=1),
-        "weighted": lambda: weighted(kept, c),
-    }
-
-
-def weighted(kept: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.square_sum(kept), ops.weighted_sum(kept, factors)
 
 
 def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, deadline: float = DEADLINE) -> Constants | None:
@@ -183,10 +174,10 @@ def _probes(kind: str, make: Callable[..., Tensor]) -> Iterator[tuple[Shape, dic
     """Shapes and their jobs, one at a time."""
     for size in _LINEAR[kind]:
         shape = Shape("linear", *size)
-        yield shape, _linear_jobs(shape, make)
+        yield shape, _jobs(shape, 0, make)
     for b, c, o, side in _CONV[kind]:
         shape = Shape("conv", b, side * side, 9 * c, o)
-        yield shape, _conv_jobs(shape, side, make)
+        yield shape, _jobs(shape, side, make)
 
 
 def measure(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
@@ -196,20 +187,13 @@ def measure(run: Callable[[], object], device: torch.device, repeats: int = REPE
 
 
 def fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
-    """Non-negative k with rows k = times, least squares of the relative errors, by coordinate descent."""
-    x = [[value / t for value in row] for row, t in zip(rows, times, strict=True)]
-    width = len(x[0])
-    k = [0.0] * width
-    left = [1.0] * len(x)  # 1 - x k
-    for _ in range(400):
-        for j in range(width):
-            square = sum(row[j] * row[j] for row in x)
-            if square == 0:
-                continue
-            new = max(0.0, k[j] + sum(row[j] * r for row, r in zip(x, left, strict=True)) / square)
-            left = [r - row[j] * (new - k[j]) for row, r in zip(x, left, strict=True)]
-            k[j] = new
-    return k
+    """Non-negative k with rows k = times, least squares of the relative errors."""
+    from scipy.optimize import nnls  # a second, which few runs need
+
+    x = numpy.asarray(rows) / numpy.asarray(times)[:, None]
+    size = numpy.maximum(numpy.linalg.norm(x, axis=0), 1e-30)  # calls and flops are far apart
+    found: list[float] = (nnls(x / size, numpy.ones(len(times)))[0] / size).tolist()
+    return found
 
 
 # ---------------------------------------------------------------------- kept constants
@@ -264,7 +248,7 @@ def _constants(device: torch.device, short: bool, changes: int) -> Constants:
     if os.environ.get("FASTDP_CALIBRATE", "1") == "0" or device.type not in ("cpu", "cuda"):
         return DEFAULTS.get(device.type, DEFAULT)
     if ops.registry.any_own():
-        return _measured(device, short) or DEFAULTS[device.type]
+        return _measured(device, short)
     path = _path(device, short)
     try:
         kept: Constants = json.loads(path.read_text())
@@ -273,8 +257,8 @@ def _constants(device: torch.device, short: bool, changes: int) -> Constants:
     except (OSError, ValueError):
         pass
     found = _measured(device, short)
-    if found is None:
-        return DEFAULTS[device.type]
+    if found is DEFAULTS[device.type]:
+        return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -285,9 +269,9 @@ def _constants(device: torch.device, short: bool, changes: int) -> Constants:
     return found
 
 
-def _measured(device: torch.device, short: bool) -> Constants | None:
+def _measured(device: torch.device, short: bool) -> Constants:
     with torch.no_grad():
-        return calibrate(device, torch.bfloat16 if short else torch.float32)
+        return calibrate(device, torch.bfloat16 if short else torch.float32) or DEFAULTS[device.type]
 
 
 def _path(device: torch.device, short: bool) -> Path:

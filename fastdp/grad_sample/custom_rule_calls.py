@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch_axis.layout import spread, tag_of
-from ..errors import BatchLayoutError, FastDPError, UncapturedUseError
+from ..batch_axis.layout import spread
+from ..errors import FastDPError, UncapturedUseError
 from ..ops.common import accumulate
 from ..utils.cache import Answers
 from ..utils.pytree import tensors_in
-from .captured_call import Context, applied, result_tensors
+from .captured_call import Context, result_tensors
 from .forward_pass import ForwardPass
-from .generic import _Generic, _tag_result, capture_generic
+from .generic import Generic, capture_generic, capture_once
 from .parameter_use import Lazy, Stored
-from .rules import by_sample, sample_layout
+from .rules import by_sample
 
 KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for
 _CHECKED = Answers()
@@ -59,24 +59,10 @@ def capture_registered(
     """The call by its rule; with None by the generic one."""
     if rule is None:
         return capture_generic(forward_pass, func, args, kwargs)
-    call = _Registered(rule, forward_pass, func, args, kwargs)
-    out = applied(call, call.ctx, *call.data)
-    _tag_result(call, func, out)
-    for tensor in tensors_in(out):
-        if tag_of(tensor, forward_pass.batch) is None:
-            raise BatchLayoutError(
-                f"{forward_pass.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
-                f"belong to which of the {forward_pass.batch} samples. If they lie as those of one of its arguments, "
-                "say so with register_rule(..., like=position)."
-            )
-        call.out_layouts.append(sample_layout(forward_pass, tensor, call.name))
-    if forward_pass.batch > 0:
-        call.check(out)
-    call.data = []  # as of the generic rule: the node must not hold them
-    return call.result(out)
+    return capture_once(_Registered(rule, forward_pass, func, args, kwargs))
 
 
-class _Registered(_Generic):
+class _Registered(Generic):
     """A call whose per-sample gradients a registered rule gives."""
 
     def __init__(self, rule: Rule, forward_pass: ForwardPass, func: Any, args: Any, kwargs: Any) -> None:
@@ -150,15 +136,16 @@ class _Registered(_Generic):
         return result
 
     def _name(self, number: int) -> str:
-        """Of an operand, for messages."""
         return self.ctx.forward_pass.names_of([self.ctx.operands[number]])
 
     # ------------------------------------------------------------------ the check
 
-    def check(self, out: Any) -> None:
+    def remedy(self) -> str:
+        return "If they lie as those of one of its arguments, say so with register_rule(..., like=position)."
+
+    def check(self, outs: list[Tensor]) -> None:
         """Once for each kind of call: the rule's rows of the first and last sample equal autograd's, and so does the
         sum of all rows, each weighed by a number of its own."""
-        outs = [out] if isinstance(out, Tensor) else list(out)
         kinds = [_kind(t, layout) for t, layout in zip(self.data, self.layouts, strict=True)]
         key = (self.rule, self.func, self.path, self.batch > 1, tuple(kinds), self.kind())
         if key in _CHECKED:

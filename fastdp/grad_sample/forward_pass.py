@@ -19,10 +19,6 @@ class ForwardPass(Protocol):
     planner: Planner
 
     @property
-    def compiling(self) -> bool:
-        """Whether the calls are those of a graph that may be compiled, which is then not seen."""
-
-    @property
     def path(self) -> str:
         """The module in whose forward the call stands."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,19 +32,15 @@ _CHECKED = Answers()
 REGISTER = "register a rule for it: see help(fastdp.register_rule)"
 
 
+@dataclass(frozen=True)
 class _Slot:
     """The place of a tensor in the arguments: data number `n`, or operand number `n`."""
 
-    def __init__(self, kind: str, number: int) -> None:
-        self.kind, self.number = kind, number
+    kind: str
+    number: int
 
 
-def _filled(value: Any, where: dict[str, Sequence[Tensor]]) -> Any:
-    """A call's argument with tensors in the slots."""
-    return map_leaves(value, lambda leaf: where[leaf.kind][leaf.number] if isinstance(leaf, _Slot) else leaf)
-
-
-class _Generic(Captured):
+class Generic(Captured):
     """A call of any function. It knows the tensors of its one application, and is not to be repeated.
 
     layouts, out_layouts: where the samples lie in each of the data and of the results.
@@ -90,7 +87,8 @@ class _Generic(Captured):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, made of these tensors."""
         where = {"operand": operands, "data": data, "constant": constants}
-        return _filled(self.args, where), _filled(self.kwargs, where)
+        take = lambda leaf: where[leaf.kind][leaf.number] if isinstance(leaf, _Slot) else leaf
+        return map_leaves(self.args, take), map_leaves(self.kwargs, take)
 
     def apply(self, operands: Sequence[Tensor], data: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
         """The function of these tensors."""
@@ -189,9 +187,12 @@ class _Generic(Captured):
                     return tensor.index_select(dim, layout.rows_of(b, tensor.device))
         return tensor
 
-    def check(self, out: Any) -> None:
+    def remedy(self) -> str:
+        """Where the samples of its result cannot be told."""
+        return f"Freeze the parameter {self.parameters()}, use a simpler operation, or {REGISTER} (with like=)."
+
+    def check(self, outs: list[Tensor]) -> None:
         """Once for each kind of call: the first sample alone gives the batch's first rows."""
-        outs = [out] if isinstance(out, Tensor) else list(out)
         data = tuple((t.shape, lay[:4]) for t, lay in zip(self.data, self.layouts, strict=True))
         key = (self.func, self.path, self.batch, data, self.kind())
         if key in _CHECKED:
@@ -221,8 +222,6 @@ class _Generic(Captured):
 
 def _described(value: Any) -> Any:
     """Of a leaf among a call's arguments, for the signature of the call."""
-    if isinstance(value, _Slot):
-        return (value.kind, value.number)
     try:
         hash(value)
     except TypeError:
@@ -245,8 +244,7 @@ def capture_generic(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...],
     body = python_body(func)
     if body is not None:  # a composite in Python: see through it
         return forward_pass.traced(body, *args, **kwargs)
-    in_place = is_in_place(name)
-    if in_place:
+    if is_in_place(name):
         return _capture_in_place(forward_pass, func, args, kwargs)
     return capture_whole(forward_pass, func, args, kwargs)
 
@@ -276,34 +274,29 @@ def capture_whole(
     forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
 ) -> Any:
     """Capture this very function, without a look into its body."""
-    call = _Generic(forward_pass, func, args, kwargs, in_place)
-    out = applied(call, call.ctx, *call.data)
-    outs = [out] if isinstance(out, Tensor) else list(out)
-    _tag_result(call, func, out)
-    for tensor in outs:
-        layout = tag_of(tensor, forward_pass.batch)
-        if layout is None:
+    return capture_once(Generic(forward_pass, func, args, kwargs, in_place))
+
+
+def capture_once(call: Generic) -> Any:
+    """The result of such a call, whose samples must be found, and checked."""
+    out, forward_pass = applied(call, call.ctx, *call.data), call.ctx.forward_pass
+    args, kwargs = call.filled(call.ctx.values, call.data, call.constants)  # layouts do not depend on the operands
+    if call.func is torch.Tensor.__setitem__:
+        for _, layout in layouts_of(Call(call.func, args, kwargs, forward_pass.batch, forward_pass.path)):
+            tag(out, layout)
+    else:
+        propagate(Call(call.func, args, kwargs, forward_pass.batch, forward_pass.path, out))
+    for tensor in tensors_in(out):
+        if tag_of(tensor, forward_pass.batch) is None:
             raise BatchLayoutError(
                 f"{forward_pass.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
-                f"belong to which of the {forward_pass.batch} samples. Freeze the parameter {call.parameters()}, use a "
-                f"simpler operation, or {REGISTER} (with like=)."
+                f"belong to which of the {forward_pass.batch} samples. {call.remedy()}"
             )
         call.out_layouts.append(sample_layout(forward_pass, tensor, call.name))
     if forward_pass.batch > 0:
-        call.check(out)
+        call.check([*tensors_in(out)])
     call.data = []  # backward gets them from autograd, which frees them, or makes them anew under checkpointing
     return call.result(out)
-
-
-def _tag_result(call: _Generic, func: Any, out: Any) -> None:
-    """Layouts of the result; they do not depend on the operands, which stand in as constants."""
-    args, kwargs = call.filled(call.ctx.values, call.data, call.constants)
-    forward_pass = call.ctx.forward_pass
-    if func is torch.Tensor.__setitem__:
-        for _, layout in layouts_of(Call(func, args, kwargs, forward_pass.batch, forward_pass.path)):
-            tag(out, layout)
-    else:
-        propagate(Call(func, args, kwargs, forward_pass.batch, forward_pass.path, out))
 
 
 _CHECK_NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

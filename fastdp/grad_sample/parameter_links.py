@@ -135,7 +135,7 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
             link = link._replace(kind="lookup", ids=ids)
     for result in results:
         set_link(result, link._replace(version=result._version))
-        if call.in_place and result._is_view() and not forward_pass.compiling:
+        if call.in_place and result._is_view():
             _link_base(result, before, forward_pass)
     return link.leaves
 

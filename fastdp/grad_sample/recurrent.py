@@ -108,7 +108,7 @@ def _at_once(forward_pass: ForwardPass, gates: Tensor, state: State, weights: li
     """Whether all steps of a direction can be one captured call: samples along dimension 1 of the gates and 0 of the
     states, and nothing of the states a parameter."""
     layout = tag_of(gates, forward_pass.batch)
-    if forward_pass.compiling or autocast_dtype(gates) is not None or any(forward_pass.is_parameter(h) for h in state):
+    if autocast_dtype(gates) is not None or any(forward_pass.is_parameter(h) for h in state):
         return False
     if layout is None or not layout.plain or layout.dim != 1 or layout.order is not None or gates.size(0) == 0:
         return False

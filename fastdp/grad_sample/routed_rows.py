@@ -206,26 +206,26 @@ def capture_grouped_mm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ..
 def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> DeferredCheck | None:
     """Rows in dimension 0; ends that depend on the batch must be those of the groups in which the rows came: on a
     device that is asked later."""
-    problem, place = "sums over the batch" if layout.dim != 0 else "", forward_pass.place("grouped_mm")
-    found, later = tag_of(ends, forward_pass.batch), False
-    if not problem and found is not None:
+    place, apart = forward_pass.place("grouped_mm"), None
+    problem = "sums over the batch" if layout.dim != 0 else ""
+    if not problem and tag_of(ends, forward_pass.batch) is not None:
         problem = "divides rows into groups by what other samples hold"
-        if layout.order is not None and layout.rows:
+        if layout.order is not None:
             apart = _cuts_groups(layout.order, ends)
-            later = apart.device.type != "cpu"
-            problem = problem if later or bool(apart) else ""
-        elif layout.order is not None:
-            problem = ""
+            if apart.device.type == "cpu" and not bool(apart):
+                return None
     if not problem:
         return None
     message = f"{place}: {problem}. Sort the rows by the number of their own expert."
-    if not later:
+    if apart is None or apart.device.type == "cpu":
         raise SampleMixingError(message, f"{place} {problem}")
     return DeferredCheck(apart, f"{place} {problem}", message)
 
 
 def _cuts_groups(order: Tensor, ends: Tensor) -> Tensor:
     """Whether one of the ends lies within rows [n] of equal order, as a tensor: true or false."""
+    if not order.numel():
+        return torch.zeros((), dtype=torch.bool)
     inside = (ends > 0) & (ends < order.numel())
     place = torch.where(inside, ends, 1).long().clamp(max=order.numel() - 1)
     return (inside & (order[place] == order[(place - 1).clamp(min=0)])).any()
@@ -312,40 +312,7 @@ def capture_gathered(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...]
     return capture(call, Context(forward_pass, note.operand, shadow), x, note.ids)
 
 
-def capture_gathered_einsum(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """einsum of gathered matrices [..., P, Q] and one vector for each (or for some: "nd,nkhd->nkh"), as a product."""
-    if kwargs or len(args) != 3 or not isinstance(args[0], str):
-        return NotImplemented
-    gathered = [gathered_of(tensor) for tensor in args[1:]]
-    if (gathered[0] is None) == (gathered[1] is None) or not all(isinstance(t, Tensor) for t in args[1:]):
-        return NotImplemented
-    inputs, _, out = args[0].replace(" ", "").partition("->")
-    sides = inputs.split(",")
-    (w, x), (matrices, data) = (sides, args[1:]) if gathered[0] is not None else (sides[::-1], args[:0:-1])
-    plain = all(side.isalpha() and len(set(side)) == len(side) for side in (w, x, out))
-    if not plain or len(w) != matrices.dim() or len(x) != data.dim() or len(w) < 3:
-        return NotImplemented
-    outer, p, q = w[:-2], w[-2], w[-1]
-    left = (x[-1], out[-1]) == (q, p)
-    if not (left or (x[-1], out[-1]) == (p, q)) or out[:-1] != outer or x[:-1] != "".join(c for c in outer if c in x):
-        return NotImplemented
-
-    def product(matrices: Tensor, data: Tensor) -> Tensor:
-        for place, label in enumerate(outer):
-            if label not in x:
-                data = data.unsqueeze(place)
-        if left:
-            return torch.matmul(matrices, data.unsqueeze(-1)).squeeze(-1)
-        return torch.matmul(data.unsqueeze(-2), matrices).squeeze(-2)
-
-    return forward_pass.traced(product, matrices, data)
-
-
-PRODUCTS: dict[Any, Rule] = {
-    function: capture_gathered
-    for function in (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
-                     torch.Tensor.__rmatmul__)
-}  # fmt: skip
-
-
-PRODUCTS[torch.einsum] = capture_gathered_einsum
+PRODUCTS: dict[Any, Rule] = dict.fromkeys(
+    (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
+     torch.Tensor.__rmatmul__), capture_gathered,
+)  # fmt: skip

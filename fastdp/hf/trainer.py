@@ -224,9 +224,8 @@ class DPTrainer(Combining, InParts, Repeating, Examination, FusedEvaluation):
             raise StepError("graphed=True and torch_compile=True are two ways to the same end: leave one of them out")
         if self.args.torch_compile:
             logger.warning(
-                "torch_compile=True compiles anew for a new shape of a batch, and Poisson samples make batches of many "
-                "lengths and sizes. That takes seconds to minutes each, which only long runs earn back. Let the "
-                "collator pad to few lengths (pad_to_multiple_of=64), or take PrivacyArguments(graphed=True) instead"
+                "torch_compile=True compiles evaluation only: private training runs the model as it is. "
+                "PrivacyArguments(graphed=True) makes training faster instead"
             )
         if self.privacy.graphed:
             self._graphed = self._private.graphed(self._losses, sizes=(self.args.train_batch_size,))

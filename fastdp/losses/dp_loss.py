@@ -19,7 +19,6 @@ from .preactivations import PreActivations
 from .reductions import reduce
 
 ERRORS = ("sse", "sae", "huber")
-SCORES = ("logits", "probabilities")
 
 
 class DPLoss:
@@ -35,10 +34,6 @@ class DPLoss:
       (its pre-activation) and d is its number of elements per sample. The last layer's pre-activations are the logits,
       which are left out.
 
-    Two options give the loss that fastdp used before it had the paper's text, with which some committed rows were made:
-    scores="probabilities" (the error is that of softmax probabilities) and sums=True (L_SSE without the factor 1/2,
-    Huber's e^2 / 2 and huber_delta (|e| - huber_delta / 2), L_reg without 1 / d).
-
     The training loop sets `epoch`, a number that may have a fraction, and `alpha` follows it. `terms` are the means of
     the last call, which are not private. `remove()` removes the hooks.
 
@@ -49,7 +44,7 @@ class DPLoss:
         threshold: e_t, the epoch at which both halves have the same weight. The paper uses 0 for MNIST and
             Fashion-MNIST, and 7 for CIFAR-10.
         beta: positive. The larger it is, the less the pre-activations matter; math.inf removes them and adds no hooks.
-            The paper uses 1 and 11. With sums=True, L_reg is in the thousands even for a small CNN.
+            The paper uses 1 and 11.
         focal: gamma >= 0 of the focal loss; 0 makes it cross-entropy. The default is the paper's for networks that are
             trained from end to end (2 or 10 on ScatterNet features).
         error: "sse", "sae" or "huber".
@@ -59,12 +54,10 @@ class DPLoss:
             activation functions that are only called (`torch.tanh(self.conv(x))`; a compiled model hides them), and for
             a model that ends in one. A module that runs several times counts as several layers.
         huber_delta: positive, for error="huber". It is the paper's beta of equation 11, 0.1 to 1.
-        scores: "logits" or "probabilities", from which the error is computed.
-        sums: whether to use sums in place of means, as described above.
 
     Raises:
         ValueError: if an argument is invalid.
-        StepError: if the pre-activations that belong to the given logits are not known.
+        StepError: if the logits are not those of the model's last forward, or a layer was not seen in it.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> loss = DPLoss(model, threshold=5.0, beta=100.0)
@@ -84,8 +77,6 @@ class DPLoss:
         error: str = "sse",
         layers: Iterable[str] | None = None,
         huber_delta: float = 0.5,
-        scores: str = "logits",
-        sums: bool = False,
     ) -> None:
         for name, value, good in (
             ("threshold", threshold, lambda v: not math.isnan(v)),
@@ -94,15 +85,13 @@ class DPLoss:
             ("huber_delta", huber_delta, lambda v: 0 < v < math.inf),
         ):
             _check(name, value, good)
-        if error not in ERRORS or scores not in SCORES:
-            raise ValueError(f"error is one of {ERRORS} and scores one of {SCORES}, not {error!r} and {scores!r}")
+        if error not in ERRORS:
+            raise ValueError(f"error is one of {ERRORS}, not {error!r}")
         self.threshold, self.beta, self.focal, self.error = float(threshold), float(beta), float(focal), error
-        if not isinstance(sums, bool):
-            raise ValueError(f"sums is True or False, not {sums!r}")
-        self.huber_delta, self.scores, self.sums = float(huber_delta), scores, sums
+        self.huber_delta = float(huber_delta)
         self._epoch = 0.0
         self._terms: dict[str, Tensor] = {}
-        self.inputs = None if math.isinf(beta) else PreActivations(model, layers, mean=not sums)
+        self.inputs = None if math.isinf(beta) else PreActivations(model, layers)
 
     @property
     def epoch(self) -> float:
@@ -135,7 +124,7 @@ class DPLoss:
 
         Raises:
             ValueError: if a shape, a type, a label or the reduction is wrong.
-            StepError: if the pre-activations that belong to the logits are not known.
+            StepError: if the logits are not those of the model's last forward.
         """
         if recording():
             raise GraphError(
@@ -168,14 +157,13 @@ class DPLoss:
         return reduce(each, reduction)
 
     def _error(self, logits: Tensor, labels: Tensor) -> Tensor:
-        scores = logits.softmax(1) if self.scores == "probabilities" else logits
-        off = scores - F.one_hot(labels, logits.shape[1]).to(scores.dtype)
+        off = logits - F.one_hot(labels, logits.shape[1]).to(logits.dtype)
         if self.error == "sse":
-            return off.square().sum(1) / (1 if self.sums else 2)
+            return off.square().sum(1) / 2
         if self.error == "sae":
             return off.abs().sum(1)
         huber = F.huber_loss(off, torch.zeros_like(off), reduction="none", delta=self.huber_delta).sum(1)
-        return huber if self.sums else huber / self.huber_delta  # torch's is huber_delta times equation 11
+        return huber / self.huber_delta  # torch's is huber_delta times equation 11
 
     def remove(self) -> None:
         """Remove the hooks from the model."""

@@ -11,10 +11,10 @@ from .embedding import embedding_clipped_sum, embedding_norm_sq, embedding_per_s
 from .linear import linear_clipped_sum, linear_norm_sq, linear_per_sample
 from .noise import Noise, noise_
 from .norm import group_affine_per_sample, norm_affine_per_sample, rms_affine_per_sample
-from .own import check_kernel, register_kernel, remove_kernel
 from .routed import routed_clipped_sum, routed_norm_sq, routed_per_sample
 from .rows import square_sum, weighted_sum
 from .step import noisy_adamw_step_, noisy_sgd_step_
+from .user_kernels import check_kernel, register_kernel, remove_kernel
 
 __all__ = [
     "Noise",

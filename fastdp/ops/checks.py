@@ -92,3 +92,12 @@ def rows_of(ids: Tensor, g: Tensor, padding_idx: int | None) -> tuple[Tensor, Te
     k = math.prod(ids.shape[1:])
     g = g.reshape(ids.size(0), k, g.size(-1))
     return ids.reshape(ids.size(0), k).long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
+
+
+def check_table_sum(g: Tensor, c: Tensor, rows: int, out: Tensor | None) -> None:
+    """The factors c of g [B,K,d], and the table [rows,d] that sums are added to. Raises ValueError."""
+    if c.shape != g.shape[:1] or c.device != g.device or (out is not None and out.shape != (rows, g.size(-1))):
+        raise ValueError(
+            f"expected c [{g.size(0)}] on {g.device} and out [{rows}, {g.size(-1)}]; got {tuple(c.shape)} on "
+            f"{c.device} and {None if out is None else tuple(out.shape)}"
+        )

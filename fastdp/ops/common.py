@@ -152,6 +152,13 @@ def scaled(g: Tensor, c: Tensor) -> Tensor:
     return without_dropped(g * column(c.to(g.dtype), g), c)
 
 
+def by_factors(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """a [n,*,I] and g [n,*,O], the smaller of them times c [n], the rows of dropped samples zeros in both."""
+    if a.size(-1) < g.size(-1):
+        return scaled(a, c), without_dropped(g, c)
+    return without_dropped(a, c), scaled(g, c)
+
+
 def without_dropped(a: Tensor, c: Tensor) -> Tensor:
     """`a` with the rows of samples whose factor is 0 replaced by zeros.
 

@@ -291,11 +291,6 @@ def _clipped_sum(x: Tensor, g: Tensor, c: Tensor, *args: Any) -> Tensor:
     return _reference_clipped_sum(x.unsqueeze(1), g.unsqueeze(1), c, geometry_of(x, g, *args))
 
 
-def _add_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes,
-                     dilation: Sizes, groups: int, out: Tensor) -> None:  # fmt: skip
-    out.add_(_clipped_sum(x, g, c, kernel_size, stride, padding, dilation, groups))
-
-
 SIZES = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, int groups"
 _per_sample_op = define(
     f"conv_per_sample(Tensor x, Tensor g, {SIZES}) -> Tensor",
@@ -316,12 +311,6 @@ _clipped_sum_op = define(
     _clipped_sum,
     lambda x, g, c, *args: x.new_empty(geometry_of(x, g, *args).weight, dtype=sum_type(x)),
     CUDA=extension.on_cuda("conv", "conv_clipped_sum", _clipped_sum),
-)
-_add_clipped_sum_op = define(
-    f"conv_clipped_sum.out(Tensor x, Tensor g, Tensor c, {SIZES}, Tensor(a!) out) -> ()",
-    _add_clipped_sum,
-    lambda x, g, c, kernel_size, stride, padding, dilation, groups, out: None,
-    CUDA=extension.on_cuda("conv", "conv_clipped_sum", _add_clipped_sum, returns=False),
 )
 
 
@@ -369,7 +358,5 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Sizes, stride
     wrong.
     """
     sizes = _lists(x, kernel_size, stride, padding, dilation)
-    if out is None:
-        return _clipped_sum_op(x, g, c, *sizes, groups)  # type: ignore[no-any-return]
-    _add_clipped_sum_op(x, g, c, *sizes, groups, out)
-    return out
+    total: Tensor = _clipped_sum_op(x, g, c, *sizes, groups)
+    return total if out is None else out.add_(total)

@@ -14,7 +14,6 @@ launched, or noise would repeat.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_out, refuse_repetition, rows_of
+from .checks import check_out, check_table_sum, refuse_repetition, rows_of
+from .clip import check as check_clipping
 from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type, sum_type
 from .registry import native_cuda
 from .updates import SGD, Adam, Step, implementation
@@ -120,21 +120,16 @@ def advance_(counter: Tensor) -> Tensor:
 def clip_factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: float = GAMMA) -> Tensor:
     """Factors c with c * norm <= max_grad_norm, [B] float32, 0 where the norm is not finite; in one launch.
 
-    norm_sq: float32 or float64, [B], or [U,B] squared norms of U uses, which are added first. local: min(1, R/n);
-    global: 1[n <= R]; automatic: R / (n + gamma). See `fastdp.ops.clip`.
+    norm_sq: float32 or float64, [B]. local: min(1, R/n); global: 1[n <= R]; automatic: R / (n + gamma). See
+    `fastdp.ops.clip`.
     """
-    if kind not in KINDS:
-        raise ValueError(f"clipping must be one of {', '.join(KINDS)}, not {kind!r}")
-    if norm_sq.dim() not in (1, 2) or norm_sq.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"norm_sq must be [B] or [U,B], float32 or float64: {norm_sq.dtype} {tuple(norm_sq.shape)}")
-    if not (0 < max_grad_norm < math.inf and 0 <= gamma < math.inf):
-        raise ValueError(f"max_grad_norm > 0 and gamma >= 0 must be finite: {max_grad_norm!r}, {gamma!r}")
-    rows = (norm_sq if norm_sq.dim() == 2 else norm_sq.unsqueeze(0)).contiguous()
-    factors = torch.empty(rows.size(1), dtype=torch.float32, device=rows.device)
+    check_clipping(norm_sq, max_grad_norm, kind, gamma)
+    norm_sq = norm_sq.contiguous()
+    factors = torch.empty(norm_sq.shape, dtype=torch.float32, device=norm_sq.device)
     if factors.numel():
-        sizes = (DTYPES[rows.dtype], rows.size(0), rows.size(1))
+        sizes = (DTYPES[norm_sq.dtype], 1, norm_sq.numel())  # of one use
         options = (float(max_grad_norm), KINDS.index(kind), float(gamma), MARGIN)
-        _native().clip_factors(rows.data_ptr(), *sizes, *options, factors.data_ptr(), *_place(rows.device))
+        _native().clip_factors(norm_sq.data_ptr(), *sizes, *options, factors.data_ptr(), *_place(norm_sq.device))
     return factors
 
 
@@ -180,11 +175,8 @@ def embedding_clipped_sum(
     batch, k, d = g.shape
     if batch * k >= 1 << 31:
         raise ValueError(f"at most 2^31 - 1 positions, not {batch * k}")
-    if c.shape != (batch,) or c.device != g.device:
-        raise ValueError(f"c must be [{batch}] on {g.device}: {tuple(c.shape)} on {c.device}")
-    kind = torch.float64 if g.dtype == torch.float64 else torch.float32
-    if out is not None and out.shape != (num_embeddings, d):
-        raise ValueError(f"out must be [{num_embeddings}, {d}], not {tuple(out.shape)}")
+    check_table_sum(g, c, num_embeddings, out)
+    kind = sum_type(g)
     direct = out is not None and out.dtype == kind and out.is_contiguous()
     table = out if direct else torch.zeros(num_embeddings, d, dtype=kind, device=g.device)
     assert table is not None

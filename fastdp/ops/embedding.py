@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import extension
+from .checks import check_table_sum
 from .common import DTYPES, accumulate, check_padding, chunks, norm_type, scaled, sum_type
 from .noise import on_cuda
 from .registry import Kernel, cpp, define, native, triton, triton_module
@@ -90,18 +91,10 @@ def _clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding
 def _add_clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None, *,
                      out: Tensor) -> None:  # fmt: skip
     ids, g = _two(ids, g, padding_idx)
-    _check_sum(ids, g, c, num_embeddings, out)
+    check_table_sum(g, c, num_embeddings, out)
     _check_ids(ids, num_embeddings)
     g = scaled(_without_padding(ids, accumulate(g), padding_idx), c)
     out.index_add_(0, ids.flatten(), g.flatten(0, 1).to(out.dtype))
-
-
-def _check_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, out: Tensor) -> None:
-    if c.shape != ids.shape[:1] or out.shape != (num_embeddings, g.size(-1)):
-        raise ValueError(
-            f"expected c [{ids.size(0)}] and out [{num_embeddings}, {g.size(-1)}]; got {tuple(c.shape)} and "
-            f"{tuple(out.shape)}"
-        )
 
 
 def _cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor, *,
@@ -148,7 +141,7 @@ def _native_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None, *,
 def _native_sum_into(ids: Tensor, g: Tensor, c: Tensor, rows: int, padding_idx: int | None, out: Tensor,
                      add: bool) -> None:  # fmt: skip
     ids, g = _two(ids, g, padding_idx)
-    _check_sum(ids, g, c, rows, out)
+    check_table_sum(g, c, rows, out)
     ids, g, c = ids.long().contiguous(), g.contiguous(), c.to(out.dtype).contiguous()
     module: Any = native()
     outside = module.embedding_clipped_sum(

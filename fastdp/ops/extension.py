@@ -65,11 +65,8 @@ def doubles(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float64)
 
 
-def on_cuda(name: str, function: str, reference: Callable[..., Any], returns: bool = True) -> Kernel:
-    """The Triton kernel for the types it takes; the reference for the others (float64, complex).
-
-    returns: False where the operator returns nothing.
-    """
+def on_cuda(name: str, function: str, reference: Callable[..., Any]) -> Kernel:
+    """The Triton kernel for the types it takes; the reference for the others (float64, complex)."""
     kernel = triton(name, function)
 
     def load() -> Callable[..., Any] | str:
@@ -78,8 +75,7 @@ def on_cuda(name: str, function: str, reference: Callable[..., Any], returns: bo
             return found
 
         def serve(first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = (found if takes(first, second) else reference)(first, second, *args, **kwargs)
-            return result if returns else None
+            return (found if takes(first, second) else reference)(first, second, *args, **kwargs)
 
         return serve
 

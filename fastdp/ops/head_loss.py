@@ -102,9 +102,12 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, wanted: Wanted) -> Foun
             h = hidden[low:high].gather(1, places.unsqueeze(-1).expand(-1, -1, width))
             y = torch.where(own, labels[low:high].gather(1, places), 0)
             of_token = own.to(kind) * inverse[low:high, None]  # [b, T']
-            limit, more = (LIMIT, _sliced) if normed and not known else (PART, _by_tokens)
-            take = _whole if (high - low) * count * bytes_of_row <= limit else more
-            found = take(head, h, y, of_token, buffer, wanted, into)
+            fits = (high - low) * count * bytes_of_row <= (LIMIT if normed and not known else PART)
+            if normed and not known and not fits:
+                found = _sliced(head, h, y, of_token, wanted)
+            else:
+                at_once = count if fits else tokens_at_once(count, bytes_of_row)
+                found = _by_tokens(head, h, y, of_token, buffer, wanted, into, at_once)
             losses[low:high] = torch.where(own, found.losses * of_token, 0).sum(1)
             lse[low:high].scatter_(1, places, torch.where(own, found.lse, 0))
             if dh is not None and found.hidden is not None:
@@ -141,53 +144,39 @@ def _in_front(keep: Tensor) -> tuple[Tensor, Tensor]:
     return places, keep.gather(1, places)
 
 
-def _whole(
-    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
-) -> Found:
-    """Tokens [b,T,d] with all of their logits at once. Losses and lse are each token's own, gradients of their sums by
-    weights [b,T]."""
-    rows, w = h.flatten(0, 1), weights.flatten()
-    z, lse, losses, r = _of_logits(head, rows, labels.flatten(), w, buffer, wanted)
-    lse, losses = lse.view(weights.shape), losses.view(weights.shape)
-    if not any(wanted):
-        return Found(losses, lse, None, None, None, None)
-    dh = torch.where(r != 0, head.times_weight(z) * r, 0).view(h.shape) if wanted.hidden else None
-    g = z.view(*h.shape[:2], head.vocabulary)
-    db = torch.bmm(r.view(weights.shape).unsqueeze(1), g).squeeze(1) if wanted.bias else None
-    squares = bound = None
-    if wanted.weight:
-        a = torch.where(w.unsqueeze(1) != 0, accumulate(rows) * r, 0).view(h.shape)
-    if into is not None:
-        with full_float32(into):
-            for own, g_of, a_of in zip(into, g, a, strict=True):
-                torch.mm(g_of.t(), a_of, out=own)
-    elif wanted.weight:
-        squares, bound = norm_sq_and_bound(a, g)
-        squares, bound = _with_doubt(head, squares, bound, h, weights, lse)
-    return Found(losses, lse, dh, db, squares, bound)
-
-
 def _by_tokens(
-    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
-) -> Found:
-    """`_whole` of one sample, some tokens at a time, where its gradient is stored or not wanted."""
+    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None,
+    count: int,
+) -> Found:  # fmt: skip
+    """Tokens [b,T,d], `count` of each sample at a time with all of their logits; norms take all at once. Losses and lse
+    are each token's own, gradients of their sums by weights [b,T]."""
+    batch, length, width = h.shape
     lse, losses = (torch.empty_like(weights) for _ in range(2))
     dh = h.new_empty(h.shape, dtype=sum_type(h)) if wanted.hidden else None
-    db = h.new_zeros((1, head.vocabulary), dtype=sum_type(h)) if wanted.bias else None
-    count = tokens_at_once(h.size(1), head.vocabulary * lse.element_size())
-    for low in range(0, h.size(1), count):
+    db = h.new_zeros((batch, head.vocabulary), dtype=sum_type(h)) if wanted.bias else None
+    a = g = h
+    for low in range(0, length, count):
         part = slice(low, low + count)
-        rows, w = h[0, part], weights[0, part]
-        z, lse[0, part], losses[0, part], r = _of_logits(head, rows, labels[0, part], w, buffer, wanted)
+        rows, w = h[:, part].flatten(0, 1), weights[:, part]
+        z, own_lse, own_losses, r = _of_logits(head, rows, labels[:, part].flatten(), w.flatten(), buffer, wanted)
+        lse[:, part], losses[:, part] = own_lse.view(w.shape), own_losses.view(w.shape)
+        g = z.view(*w.shape, head.vocabulary)
         if dh is not None:
-            dh[0, part] = torch.where(r != 0, head.times_weight(z) * r, 0)
+            dh[:, part] = torch.where(r != 0, head.times_weight(z) * r, 0).view(*w.shape, width)
         if db is not None:
-            db += torch.mm(r.t(), z)
+            db += torch.bmm(r.view(w.shape).unsqueeze(1), g).squeeze(1)
+        if wanted.weight:
+            a = torch.where(w.unsqueeze(2) != 0, accumulate(rows).view(*w.shape, width) * r.view(*w.shape, 1), 0)
         if into is not None:
-            a = torch.where(w.unsqueeze(1) != 0, accumulate(rows) * r, 0)
             with full_float32(into):
-                into[0].addmm_(z.t(), a, beta=1.0 if low else 0.0)
-    return Found(losses, lse, dh, db, None, None)
+                for sum_of, g_of, a_of in zip(into, g, a, strict=True):
+                    sum_of.addmm_(g_of.t(), a_of, beta=1.0 if low else 0.0)
+    squares = bound = None
+    if wanted.weight and into is None:
+        squares, bound = norm_sq_and_bound(a, g)
+        doubt = head.doubt(h, weights, lse)
+        squares, bound = enlarged(squares, doubt), added(bound, doubt)
+    return Found(losses, lse, dh, db, squares, bound)
 
 
 def _of_logits(
@@ -241,20 +230,8 @@ def _turned_rows(head: Head, z: Tensor, y: Tensor, w: Tensor, wanted: bool) -> t
     return lse, losses, (w if hit is None else torch.where(w != 0, w / total, 0)).unsqueeze(1)
 
 
-def _with_doubt(
-    head: Head, squares: Tensor, bound: Tensor | None, h: Tensor, w: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    doubt = head.doubt(h, w, lse)
-    total = added(bound, doubt)
-    assert total is not None
-    return enlarged(squares, doubt), total
-
-
-def _sliced(
-    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
-) -> Found:
-    """`_whole` by slices of the vocabulary, for norms: logits are computed twice."""
-    assert into is None and wanted.weight
+def _sliced(head: Head, h: Tensor, labels: Tensor, weights: Tensor, wanted: Wanted) -> Found:
+    """`_by_tokens` by slices of the vocabulary, for norms: logits are computed twice."""
     rows, y, w = h.flatten(0, 1), labels.flatten(), weights.flatten()
     kind = sum_type(h)
     top = rows.new_full((rows.size(0),), -torch.inf, dtype=kind)

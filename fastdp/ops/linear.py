@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from . import bounds, extension
-from .common import accumulate, chunks, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
-from .registry import cpp, define, native
+from .common import accumulate, by_factors, chunks, full_float32, norm_type, of_kept, sum_type
+from .registry import cpp, define
 from .rows import square_sum
 
 METHODS = ("auto", "gram", "direct")
@@ -28,7 +28,8 @@ GRAM_PARTS = 4  # numbers of a block of the compiled kernel (csrc/cpu/gram.h)
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
-def _shaped(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def shaped(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """a and g as [B,T,I] and [B,T,O]. Raises ValueError on other shapes."""
     if a.dim() == 2 and g.dim() == 2:
         a, g = a.unsqueeze(1), g.unsqueeze(1)
     if a.dim() != 3 or g.dim() != 3 or a.shape[:2] != g.shape[:2]:
@@ -37,7 +38,7 @@ def _shaped(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _three(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    a, g = _shaped(a, g)
+    a, g = shaped(a, g)
     return accumulate(a), accumulate(g)
 
 
@@ -45,11 +46,6 @@ def check_method(method: str) -> None:
     """Raises ValueError unless it is one of METHODS."""
     if method not in METHODS:
         raise ValueError(f"method must be 'auto', 'gram' or 'direct', not {method!r}")
-
-
-def gram_is_cheaper(t: int, i: int, o: int) -> bool:
-    """By arithmetic per sample: of the compiled kernels where they are here, else of the reference."""
-    return reference_gram_is_cheaper(t, i, o) if isinstance(native(), str) else compiled_gram_is_cheaper(t, i, o)
 
 
 def reference_gram_is_cheaper(t: int, i: int, o: int) -> bool:
@@ -83,14 +79,14 @@ def reference_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torc
 
 def _norm_sq_cpu(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
     """The compiled kernels; what they do not take (float64, one position) is left to the reference."""
-    a, g = _shaped(a, g)
+    a, g = shaped(a, g)
     batch, t, i = a.shape
     if not extension.takes(a, g) or t <= 1 or a.numel() == 0 or g.numel() == 0:
         return reference_norm_sq(a, g, method, dtype=dtype)
     check_method(method)
     kind = norm_type(a, dtype)
     if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(t, i, g.size(2))):
-        return _compiled_gram(a, g).to(kind)
+        return _compiled_gram_and_parts(a, g)[0].to(kind)
     return _compiled_direct(a, g).to(kind)
 
 
@@ -100,10 +96,6 @@ def vanished(a_sq: Tensor, g_sq: Tensor, t: int, i: int, o: int) -> Tensor:
     An entry of A = a a^T may lose I TINY and meets at most |g_t| |g_s| of g g^T; the sum of these is T |g|^2.
     """
     return TINY * t * (i * g_sq + o * a_sq)
-
-
-def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
-    return _compiled_gram_and_parts(a, g)[0]
 
 
 def _compiled_gram_and_parts(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,10 +160,7 @@ def _per_sample(a: Tensor, g: Tensor) -> Tensor:
 def _weighted(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """a and g as [B T, I] and [B T, O], the smaller of them times c, dropped samples left out or zeroed in both."""
     c, a, g = of_kept(c, *_three(a, g))
-    if a.size(2) < g.size(2):
-        a, g = scaled(a, c), without_dropped(g, c)
-    else:
-        a, g = without_dropped(a, c), scaled(g, c)
+    a, g = by_factors(a, g, c)
     return a.flatten(0, 1), g.flatten(0, 1)
 
 
@@ -181,20 +170,13 @@ def _clipped_sum(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
         return torch.mm(g.mT, a)
 
 
-def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
-    a, g = _weighted(a, g, c)
-    with full_float32(out):
-        out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
-
-
 def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
     """`linear_clipped_sum` of `count` products at once, a [count * B,T,I] and g [count * B,T,O], one product after the
     other, with the same factors c [B]: [count,O,I]."""
     if a.device.type in _clipped_sum_op.own:
         pairs = zip(a.chunk(count), g.chunk(count), strict=True)
         return torch.stack([_clipped_sum_op(*pair, c) for pair in pairs])
-    a, g, c = accumulate(a), accumulate(g), c.repeat(count)
-    a, g = (scaled(a, c), without_dropped(g, c)) if a.size(2) < g.size(2) else (without_dropped(a, c), scaled(g, c))
+    a, g = by_factors(accumulate(a), accumulate(g), c.repeat(count))
     rows = a.size(0) // count * a.size(1)
     with full_float32(a):
         return torch.bmm(g.reshape(count, rows, -1).mT, a.reshape(count, rows, -1))
@@ -229,12 +211,6 @@ _clipped_sum_op = define(
     _clipped_sum,
     lambda a, g, c: a.new_empty(g.size(-1), a.size(-1), dtype=sum_type(a)),
     CUDA=extension.on_cuda("clipped", "linear_clipped_sum", _clipped_sum),
-)
-_add_clipped_sum_op = define(
-    "linear_clipped_sum.out(Tensor a, Tensor g, Tensor c, Tensor(a!) out) -> ()",
-    _add_clipped_sum,
-    lambda a, g, c, out: None,
-    CUDA=extension.on_cuda("clipped", "add_linear_clipped_sum", _add_clipped_sum, returns=False),
 )
 
 
@@ -359,7 +335,5 @@ def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = Non
 
     Source: book-keeping, Bu et al. 2023 (arXiv 2210.00038).
     """
-    if out is None:
-        return _clipped_sum_op(a, g, c)  # type: ignore[no-any-return]
-    _add_clipped_sum_op(a, g, c, out)
-    return out
+    total: Tensor = _clipped_sum_op(a, g, c)
+    return total if out is None else out.add_(total)

@@ -58,7 +58,7 @@ class Operator:
         self.name = schema.split("(")[0]
         self.packet, _, overload = self.name.partition(".")
         self.overload = overload or "default"
-        self.own: dict[str, Kernel] = {}  # by device, of users (`ops.own`)
+        self.own: dict[str, Kernel] = {}  # by device, of users (`ops.user_kernels`)
         self.bound = {*kernels}  # devices whose calls through the dispatcher come to `_serve`
 
     def implementation(self, device_type: str) -> Callable[..., Any]:

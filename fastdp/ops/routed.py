@@ -9,16 +9,15 @@ Source: ghost norm, Li et al. 2022, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from . import bounds, extension, segments
-from .common import accumulate, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
+from .common import accumulate, by_factors, full_float32, norm_type, of_kept, sum_type
 from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
-from .registry import Kernel, define, native
+from .registry import cpp, define
 
 
 def order_of(ids: Tensor, owner: Tensor, experts: int, batch: int) -> tuple[Tensor, Tensor | None]:
@@ -118,10 +117,7 @@ def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Te
             into[expert].zero_()
             continue
         factors, x, y = of_kept(c[owner[rows]], accumulate(a[rows]), accumulate(g[rows]))
-        if x.size(1) < y.size(1):
-            x, y = scaled(x, factors), without_dropped(y, factors)
-        else:
-            x, y = without_dropped(x, factors), scaled(y, factors)
+        x, y = by_factors(x, y, factors)
         with full_float32(into):
             torch.mm(y.mT.to(into.dtype), x.to(into.dtype), out=into[expert])
     return into if batch else into.zero_()
@@ -175,19 +171,6 @@ def _norm_sq_cpu(
     return out.view(experts, batch).sum(0).to(kind)
 
 
-def _built(function: Callable[..., Any]) -> Kernel:
-    """A kernel of `fastdp._C`, if that is not older than this operator."""
-
-    def load() -> Callable[..., Any] | str:
-        found = native()
-        if isinstance(found, str):
-            return found
-        old = "fastdp._C is older than this operator: run `python setup.py build_ext --inplace`"
-        return function if hasattr(found, "routed_norm") else old
-
-    return Kernel("C++", load)
-
-
 # ---------------------------------------------------------------------- operators
 
 _norm_sq_op = define(
@@ -195,7 +178,7 @@ _norm_sq_op = define(
     "ScalarType? dtype=None) -> Tensor",
     _norm_sq,
     lambda a, g, ids, owner, experts, batch, *, dtype=None: a.new_empty(batch, dtype=norm_type(a, dtype)),
-    CPU=_built(_norm_sq_cpu),
+    CPU=cpp(_norm_sq_cpu),
 )
 _per_sample_op = define(
     "routed_per_sample(Tensor a, Tensor g, Tensor ids, Tensor owner, SymInt experts, SymInt batch) -> Tensor",

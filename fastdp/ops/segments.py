@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import extension
-from .common import CHUNK_BYTES, accumulate, full_float32, scaled, sum_type, without_dropped
+from .common import CHUNK_BYTES, accumulate, by_factors, full_float32, sum_type
 from .rows import square_sum
 
 _HELD = 4 * CHUNK_BYTES  # of products at a time: fewer and larger ones than on the CPU
@@ -80,10 +80,7 @@ def overwrite_sums(a: Tensor, g: Tensor, starts: Tensor, into: Tensor, factors: 
     if kernels is not None and a.dtype == g.dtype and into.dtype == torch.float32:
         return kernels.overwrite_sums(a, g, starts, into, factors)  # type: ignore[no-any-return]
     if factors is not None:
-        a, g = accumulate(a), accumulate(g)
-        smaller = a.size(1) < g.size(1)
-        a = scaled(a, factors) if smaller else without_dropped(a, factors)
-        g = without_dropped(g, factors) if smaller else scaled(g, factors)
+        a, g = by_factors(accumulate(a), accumulate(g), factors)
     for part, found in products(a, g, starts):
         into[:, part] = found
     return into

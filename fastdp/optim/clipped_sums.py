@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..distributed.scatter import Scatter, buckets_of
 from ..distributed.sharded import Group, Sharded
-from ..distributed.shards import Box, Part
+from ..distributed.shards import Box
 from ..distributed.world import World
 from ..engine.gradients import Gradients
 from ..engine.layerwise import Taken
@@ -186,10 +186,10 @@ class ShardedSums(Sums):
         sums, places = {}, {}
         for name, parameter in named.items():
             place, total = self._shards.place(parameter), found.get(id(parameter))
-            shape = parameter.shape if place is None else place[1].local_shape
+            shape = parameter.shape if place is None else place[1].box.local_shape
             key = id(self._shards.part(parameter))
             sums[key] = (_zeros(parameter, shape) if total is None else total).contiguous()
-            places[key] = offsets[name] + (0 if place is None else place[1].first)
+            places[key] = offsets[name] + (0 if place is None else place[1].box.first)
         return sums, places
 
     def shares(self, sums: dict[int, Tensor]) -> list[Share]:
@@ -206,12 +206,12 @@ class ShardedSums(Sums):
     def release(
         self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
     ) -> Release:
-        parts: dict[int, Part | Box] = {}
+        parts: dict[int, Box] = {}
         for group in self._shards.groups:
             for whole in group.wholes:
                 place, key = self._shards.place(whole), id(self._shards.part(whole))
                 if place is not None and key in sums:
-                    parts[key] = place[1]
+                    parts[key] = place[1].box
         return Release(sums, places, noise, std, scale, parts)
 
     def with_wholes(self, style: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,37 +38,29 @@ class OwnFunction:
 
         Raises ClippingError where they depend on more than the sample's own norm.
         """
-        if not len(norms[0]):
+        flat = torch.cat([n.to(norms[0].device) for n in norms])
+        if not len(flat):
             return [torch.zeros_like(n, dtype=torch.float64) for n in norms]
         with torch.no_grad():
             if not self._seen:
-                self._begin(norms[0].device)
-            parts = [torch.cat([n.to(norms[0].device) for n, _ in self._seen]), *norms]
-            known = torch.cat([c.to(norms[0].device) for _, c in self._seen])
-            again, *found = self._each(torch.cat(parts)).split([len(part) for part in parts])
-            whole = [self._whole(n) for n in norms]
-            changed = self._other(parts[0], known, again)
-            coupled = [self._other(n, a, c) for n, a, c in zip(norms, found, whole, strict=True)]
-            if bool(torch.cat([changed, *coupled]).any()):  # looks at values: the price of a custom function
-                self._refuse(parts[0], known, again, changed)
-                self._refuse_coupled(torch.cat(parts[1:]), torch.cat(whole), torch.cat(found), torch.cat(coupled))
-            self._remember(norms, found)
-        return found
+                self._begin(flat.device)
+            seen, known = (torch.cat([each[k].to(flat.device) for each in self._seen]) for k in (0, 1))
+            again, alone = self._each(torch.cat([seen, flat])).split([len(seen), len(flat)])
+            whole = torch.cat([self._call(n) for n in norms])
+            self._refuse_others(seen, known, again, _CHANGED)  # looks at values: the price of a custom function
+            self._refuse_others(flat, alone, whole, _COUPLED)
+            kept = KEPT if self._mapped else ONE_BY_ONE
+            last = flat[:kept].clone(), alone[:kept].clone()
+            first = self._seen[1] if len(self._seen) > 1 else (last[0][: kept // 4], last[1][: kept // 4])
+            self._seen = [self._seen[0], first, last]
+        return list(alone.split([len(n) for n in norms]))
 
     def _begin(self, device: torch.device) -> None:
         """Ask for norms that are nobody's, first of all one far above max_grad_norm: a function that makes up its
         threshold from the first norms that it sees exceeds the bound by it, and knows nothing of the data."""
-        self._one(torch.full((1,), 2.0**20 * self._radius, device=device))
+        self._call(torch.full((1,), 2.0**20 * self._radius, device=device))
         fixed = self._radius * torch.exp2(torch.arange(-8.0, 9.0, device=device))
         self._seen = [(fixed, self._each(fixed))]
-
-    def _remember(self, norms: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        kept = KEPT if self._mapped else ONE_BY_ONE
-        n, c = torch.cat([*norms])[:kept].clone(), torch.cat([*found])[:kept].clone()
-        first = self._seen[1] if len(self._seen) > 1 else (n[: kept // 4], c[: kept // 4])
-        self._seen = [self._seen[0], first, (n, c)]
-
-    # ------------------------------------------------------------------ calls
 
     def _each(self, norms: Tensor) -> Tensor:
         """The factor of each norm alone, float64."""
@@ -81,20 +73,17 @@ class OwnFunction:
                 self._mapped = False
             else:
                 return self._checked(found, (len(norms), 1)).double()[:, 0]
-        return torch.cat([self._one(norms[i : i + 1]) for i in range(len(norms))])
+        return torch.cat([self._call(norms[i : i + 1]) for i in range(len(norms))])
 
-    def _one(self, norm: Tensor) -> Tensor:
+    def _call(self, norms: Tensor) -> Tensor:
+        """The factors of these norms together, float64."""
         try:
-            found = self.function(norm.clone())
+            found = self.function(norms.clone())  # a copy: what it writes into must not be the norms that bound it
         except Exception as problem:
             raise ClippingError(
-                f"the clipping function {self.name} fails for the norm of one sample alone "
+                f"the clipping function {self.name} fails for the norms of {len(norms)} sample(s) "
                 f"({type(problem).__name__}: {str(problem)[:200]}). {_REMEDY}"
             ) from problem
-        return self._checked(found, (1,)).double().to(norm.device)
-
-    def _whole(self, norms: Tensor) -> Tensor:
-        found = self.function(norms.clone())  # a copy: what it writes into must not be the norms that bound it
         return self._checked(found, tuple(norms.shape)).double().to(norms.device)
 
     def _checked(self, found: Any, shape: tuple[int, ...]) -> Tensor:
@@ -106,32 +95,14 @@ class OwnFunction:
             )
         return found.detach()
 
-    # ------------------------------------------------------------------ what differs
-
-    def _other(self, norms: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        """Whether two factors of a norm make contributions that differ."""
+    def _refuse_others(self, norms: Tensor, one: Tensor, other: Tensor, text: str) -> None:
+        """Raises ClippingError where two factors of a norm make contributions that differ."""
         size = norms.double()
         near = (one - other).abs() * size <= SAME * torch.clamp(one.abs() * size, min=self._radius)
-        return ~(near | (one == other) | (one.isnan() & other.isnan()))
-
-    def _refuse_coupled(self, norms: Tensor, whole: Tensor, alone: Tensor, bad: Tensor) -> NoReturn:
-        b = int(torch.nonzero(bad)[0])
-        again = self._one(norms[b : b + 1].clone())
-        self._refuse(norms[b : b + 1], alone[b : b + 1], again, self._other(norms[b : b + 1], alone[b : b + 1], again))
-        raise ClippingError(
-            f"the clipping function {self.name} gives a sample of norm {float(norms[b]):.6g} the factor "
-            f"{float(whole[b]):.6g} in its batch, and {float(alone[b]):.6g} alone: it couples samples, so that leaving "
-            f"one out would change the contributions of others, which the noise does not cover. {_REMEDY}"
-        )
-
-    def _refuse(self, norms: Tensor, before: Tensor, now: Tensor, bad: Tensor) -> None:
-        if bool(bad.any()):
-            b = int(torch.nonzero(bad)[0])
-            raise ClippingError(
-                f"the clipping function {self.name} gave a norm of {float(norms[b]):.6g} the factor "
-                f"{float(before[b]):.6g} before, and gives it {float(now[b]):.6g} now: it draws at random or keeps "
-                f"state (of norms that it has seen, perhaps, which couples samples). {_REMEDY}"
-            )
+        bad = torch.nonzero(~(near | (one == other) | (one.isnan() & other.isnan())))
+        if len(bad):
+            n, a, b = (float(each[bad[0, 0]]) for each in (norms, one, other))
+            raise ClippingError(f"the clipping function {self.name} {text.format(n=n, a=a, b=b)} {_REMEDY}")
 
     @property
     def name(self) -> str:
@@ -141,6 +112,14 @@ class OwnFunction:
         return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
+_CHANGED = (
+    "gave a norm of {n:.6g} the factor {a:.6g} before, and gives it {b:.6g} now: it draws at random or keeps state (of "
+    "norms that it has seen, perhaps, which couples samples)."
+)
+_COUPLED = (
+    "gives a sample of norm {n:.6g} the factor {b:.6g} in its batch, and {a:.6g} alone: it couples samples (or draws "
+    "at random), so that leaving one out would change the contributions of others, which the noise does not cover."
+)
 _REMEDY = (
     "A factor may depend on its own sample's norm and on constants only (no median, maximum, mean, rank, length or "
     "place of the batch, no state): write it so. A threshold is chosen beforehand, and changed between steps by "

@@ -37,7 +37,7 @@ class Release(NamedTuple):
     noise: Noise
     std: float
     scale: float
-    parts: dict[int, Part | Box] = {}  # of sharded parameters: what of them the sums are
+    parts: dict[int, Box] = {}  # of sharded parameters: what of them the sums are
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The private gradient of a parameter, in its type; None if it is not tracked."""
@@ -54,6 +54,7 @@ class Release(NamedTuple):
 def add_noise_(noise: Noise, total: Tensor, std: float, scale: float, offset: int, part: Part | Box | None) -> Tensor:
     """(total + std * N) * scale, in place. offset: of the first element of the whole parameter, of which the total is
     this part (None: all of it)."""
+    part = part.box if isinstance(part, Part) else part
     if part is None or part.rows == 1:
         return noise.add_scaled_(total, std, scale, offset + (0 if part is None else part.first))
     _add_by_runs(noise, total.view(part.rows, part.length), std, scale, part.stride, offset + part.first)

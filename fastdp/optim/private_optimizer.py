@@ -285,7 +285,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._attached().noise.restore(state["key"], state["step"])
 
     def explain(self, profile: bool = False) -> str:
-        """Return the plan of the last backward as text, which notebooks show as a table.
+        """Return the plan of the last backward as text.
 
         Each use of a parameter has a line with its shape, route, units of work, bytes, and predicted milliseconds.
 

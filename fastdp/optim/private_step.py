@@ -143,7 +143,7 @@ class PrivateStep:
         self.discard()
         self.ledger.close()
         self.detached, self.replaced_by = True, by or self.replaced_by
-        self.missed.end()
+        self.missed.over = True
 
     def listen(self) -> None:
         """Hear of what happens in the engine, which was attached."""
@@ -380,7 +380,7 @@ class PrivateStep:
         self.engine.profile = self.engine.profile or profile
         if self._plan is None:
             raise StepError("no plan yet: call loss.backward() first")
-        return self._plan.table(self.engine.named_parameters(), profile, self.engine.compiled())
+        return self._plan.table(self.engine.named_parameters(), profile)
 
     def retrack(self, params: list[Tensor]) -> None:
         """Train these parameters from now on."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import FastDPError, SampleMixingError
 from .coupled_module import BEFORE, where_coupled
-from .execution import Found, Miscounted, Runs
+from .execution import Found, Miscounted, Rows, Runs
 from .records import Records
 from .report import VerifyReport, largest
-from .rounding_noise import DRAWS, Rows, apart, last_bits, least_sizes, norms_of, only_rounding, places_of
 
 
 class Looked(NamedTuple):
@@ -24,184 +22,58 @@ class Looked(NamedTuple):
     truth: Rows
 
 
-class Probe(NamedTuple):
-    """Another batch in which the samples are looked at: by their numbers in the pool."""
-
-    samples: list[int]
-
-    @staticmethod
-    def of_sizes(chosen: list[int], pool: Records, sizes: Iterable[int], seed: int) -> list[Probe]:
-        """Batches of these sizes: of the samples in another order, several times where they are too few."""
-        random = torch.Generator().manual_seed(seed + 1)
-        found = []
-        for size in sizes:
-            others = [sample for sample in range(pool.samples) if sample not in set(chosen)]
-            stock = (chosen + others)[:size] if size > len(chosen) else list(chosen)
-            if size <= len(chosen):
-                stock = [stock[i] for i in torch.randperm(len(stock), generator=random).tolist()][:size]
-            while len(stock) < size:
-                stock += chosen[: size - len(stock)]
-            found.append(Probe([stock[i] for i in torch.randperm(size, generator=random).tolist()]))
-        return found
-
-
-def look(runs: Runs, base: Records, pool: Records, probes: list[Probe], tolerance: float) -> Looked:
+def look(runs: Runs, base: Records, probes: list[Records], tolerance: float) -> Looked:
     """Compare norms and clipped sum with one-sample backwards, in this batch and in others."""
-    size = base.samples
     found: Found | None = None
     try:
         if runs.draws is None:  # first, as a refusal says more than what a sample alone may fail by
-            found = runs.engine(base, rows=True)
+            found = runs.engine(base)
         else:
             runs.look_ahead(base)
         truth = _alone(runs, base)
-        found = runs.engine(base, rows=True) if found is None else found
+        found = runs.engine(base) if found is None else found
     except Miscounted as count:
         return Looked(_miscounted(count, base, tolerance), {})
-    seen = Seen(runs, base, truth, tolerance)
-    report = seen.compared(found)
+    report = _compared(runs, base, truth, found, tolerance)
+    report.looked_at.append(f"batches of {_listed([1, base.samples])} samples")
     if not report.worst() <= tolerance:
-        found = seen.in_order(found)
-        seen.know_rounding()
-        if not (again := seen.compared(found)).worst() <= tolerance:
-            report.problem = _problem(runs, base, report)
-            return Looked(report, truth)
-        report = again
-    report.looked_at.append(f"batches of {_listed([1, size])} samples")
-    _other_batches(seen, pool, probes, report)
-    seen.tell(report)
+        report.problem = _problem(runs, base, report)
+    else:
+        _other_batches(runs, base, truth, probes, report)
+    if runs.reordered:
+        report.looked_at.append("gradients as a set, as the program puts the samples into another order")
     return Looked(report, truth)
-
-
-class Seen:
-    """Samples, their own gradients by plain torch, and what counts as an error of them."""
-
-    def __init__(self, runs: Runs, base: Records, truth: Rows, tolerance: float) -> None:
-        self.runs, self.base, self.truth, self.tolerance = runs, base, truth, tolerance
-        self.norms = norms_of(truth)
-        self.least = torch.zeros_like(self.norms)  # sizes of gradients that are nothing but rounding
-        self.ordered = True  # whether samples stay in their places
-        self._known = False
-
-    @property
-    def sizes(self) -> Tensor:
-        """What errors are relative to, [B]."""
-        return torch.maximum(self.norms, self.least).clamp(min=self.floor)
-
-    @property
-    def floor(self) -> float:
-        return float(self.norms.max()) * 1e-6 + 1e-30
-
-    def know_rounding(self) -> None:
-        """Find the samples whose gradients are nothing but rounding."""
-        if self._known:
-            return
-        self._known, bits = True, last_bits(self.runs.named.values())
-        moved = torch.zeros_like(self.norms)
-        for draw in range(DRAWS):
-            self.runs.rounding = np.random.default_rng(draw)
-            try:
-                moved = torch.maximum(moved, apart(self.truth, _alone(self.runs, self.base)))
-            finally:
-                self.runs.rounding = None
-            if not bool(only_rounding(self.norms, moved, bits).any()):
-                return
-        repeated = apart(self.truth, _alone(self.runs, self.base))
-        self.least = least_sizes(self.norms, repeated, moved, bits, self.tolerance)
-
-    def in_order(self, found: Found) -> Found:
-        """What the engine found, sample by sample, where the program put them into another order."""
-        places = places_of(self.truth, found.rows)
-        if places == list(range(len(places))):
-            return found
-        rows = {name: g[places] for name, g in found.rows.items()}
-        if not float(apart(self.truth, rows).max()) <= 1e-2 * float(apart(self.truth, found.rows).max()):
-            return found
-        self.ordered, self.runs.reordered = False, True
-        return Found(found.norms[places], found.factors[places], found.sums, rows)
-
-    def compared(self, found: Found) -> VerifyReport:
-        """The errors of what the engine found."""
-        sizes = self.sizes
-        errors = [((each - self.norms).abs() / sizes).max() for each in (found.norms, norms_of(found.rows))]
-        norm_error = float(torch.stack(errors).max())  # of the routes of training, and of the gradients themselves
-        sum_error = _sum_error(found, self.truth, self.norms, self.least)
-        whole = self.norms.mean().clamp(min=max(self.floor, float(self.least.max())))
-        parameters = {
-            name: float((found.rows[name] - rows).reshape(len(rows), -1).norm(dim=1).max() / whole)
-            for name, rows in self.truth.items()
-        }
-        coupling = _coupling(self.runs, self.base, found.rows, sizes)
-        report = VerifyReport(len(sizes), norm_error, sum_error, coupling, self.tolerance, parameters)
-        report.untested = [name for name, rows in self.truth.items() if not rows.any()]
-        return report
-
-    def off(self, records: Records) -> float:
-        """How far these samples are off their own gradients in a batch of them and others."""
-        place = {name: number for number, name in enumerate(self.base.names)}
-        numbers = torch.tensor([place.get(name, -1) for name in records.names], device=self.norms.device)
-        known = numbers >= 0
-        if not self.ordered:
-            return self._off_as_a_set(records, numbers[known])
-        want = self.norms[numbers.clamp(min=0)]
-        weights = torch.where(known, (self.norms.median() / want.clamp(min=1e-30)).clamp(max=1.0), 0 * want)
-        weights = weights * torch.linspace(0.5, 1.0, len(weights), dtype=weights.dtype, device=weights.device)
-        found = self.runs.engine(records, weights)
-        numbers = numbers[known]
-        repeated = {name: rows[numbers] for name, rows in self.truth.items()}
-        kept = Found(found.norms[known], found.factors[known], found.sums, {})
-
-        def off() -> float:
-            errors = (kept.norms - self.norms[numbers]).abs() / self.sizes[numbers]
-            return largest([float(errors.max()), _sum_error(kept, repeated, self.norms[numbers], self.least[numbers])])
-
-        if not (first := off()) <= self.tolerance and not self._known:
-            self.know_rounding()
-            return off()
-        return first
-
-    def _off_as_a_set(self, records: Records, numbers: Tensor) -> float:
-        """The same where the samples may stand anywhere: each gradient is there, and the routes agree with them."""
-        found = self.runs.engine(records, rows=True)
-        wanted, norms = {name: rows[numbers] for name, rows in self.truth.items()}, norms_of(found.rows)
-        places = places_of(wanted, found.rows)
-        off = apart(wanted, {name: g[places] for name, g in found.rows.items()}) / self.sizes[numbers]
-        sizes = norms.clamp(min=max(self.floor, float(self.least.max())))
-        errors = [off.max(), ((found.norms - norms).abs() / sizes).max()]
-        least = self.least.max().expand_as(norms)
-        return largest([*map(float, errors), _sum_error(found, found.rows, norms, least)])
-
-    def tell(self, report: VerifyReport) -> None:
-        """Say what was taken for rounding, and that samples changed their places."""
-        count = int((self.least > 0).sum())
-        if count:
-            report.not_looked_at.append(
-                f"{count} of {len(self.least)} samples' gradients here: they are zero but for rounding"
-            )
-        if not self.ordered:
-            report.looked_at.append("gradients as a set, as the program puts the samples into another order")
 
 
 def _alone(runs: Runs, base: Records) -> Rows:
     """Each sample's gradient by itself."""
-    alone: dict[str, list[Tensor]] = {name: [] for name in runs.named}
-    for sample in range(base.samples):
-        for name, gradient in runs.alone(base.of([sample])).items():
-            alone[name].append(gradient)
-    return {name: torch.stack(rows) for name, rows in alone.items()}
+    alone = [runs.alone(base.of([sample])) for sample in range(base.samples)]
+    return {name: torch.stack([rows[name] for rows in alone]) for name in runs.named}
 
 
-# --------------------------------------------------------------------------- other batches
+def _compared(runs: Runs, base: Records, truth: Rows, found: Found, tolerance: float) -> VerifyReport:
+    """The errors of what the engine found for the batch of all samples."""
+    norms, places = norms_of(truth), places_of(truth, found.rows, range(base.samples))
+    runs.reordered = places != list(range(base.samples))
+    found = Found(found.norms[places], found.factors[places], found.sums, {n: g[places] for n, g in found.rows.items()})
+    sizes = norms.clamp(min=_floor(norms))
+    errors = [((each - norms).abs() / sizes).max() for each in (found.norms, norms_of(found.rows))]
+    ends = {i: runs.engine(base.of([i] * base.samples)).rows for i in (0, base.samples - 1)}
+    coupling = largest(float(apart(found.rows, rows)[i] / sizes[i]) for i, rows in ends.items())
+    report = VerifyReport(len(norms), largest(map(float, errors)), _sum_error(found, truth), coupling, tolerance)
+    for name, rows in truth.items():
+        off = (found.rows[name] - rows).reshape(len(rows), -1).norm(dim=1).max()
+        report.parameters[name] = float(off / sizes.mean())
+    report.untested = [name for name, rows in truth.items() if not rows.any()]
+    return report
 
 
-def _other_batches(seen: Seen, pool: Records, probes: list[Probe], report: VerifyReport) -> None:
+def _other_batches(runs: Runs, base: Records, truth: Rows, probes: list[Records], report: VerifyReport) -> None:
     """The samples in other batches, each against its own gradient."""
-    base, runs = seen.base, seen.runs
     sizes = {1, base.samples}
-    for probe in probes:
-        records = pool.of(probe.samples)
+    for records in probes:
         try:
-            off = seen.off(records)
+            off = _off(runs, base, truth, records)
         except SampleMixingError:
             raise
         except Miscounted as count:
@@ -228,16 +100,22 @@ def _other_batches(seen: Seen, pool: Records, probes: list[Probe], report: Verif
     report.looked_at[-1] = f"batches of {_listed(sizes)} samples"
 
 
+def _off(runs: Runs, base: Records, truth: Rows, records: Records) -> float:
+    """How far these samples are off their own gradients in a batch of them and others, in whatever order."""
+    place = {name: number for number, name in enumerate(base.names)}
+    own = [k for k, name in enumerate(records.names) if name in place]
+    numbers = [place[records.names[k]] for k in own]
+    found, wanted = runs.engine(records), {name: rows[numbers] for name, rows in truth.items()}
+    floor, norms, all_norms = _floor(norms_of(truth)), norms_of(wanted), norms_of(found.rows)
+    places = places_of(wanted, found.rows, own)
+    off = apart(wanted, {name: g[places] for name, g in found.rows.items()}) / norms.clamp(min=floor)
+    routes = (found.norms - all_norms).abs() / all_norms.clamp(min=floor)
+    return largest([float(off.max()), float(routes.max()), _sum_error(found, found.rows)])
+
+
 def _listed(sizes: Iterable[int]) -> str:
     found = [str(size) for size in sorted(set(sizes))]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
-
-
-def _coupling(runs: Runs, base: Records, ours: Rows, sizes: Tensor) -> float:
-    """Largest change of a sample's gradient when all others are replaced by copies of it."""
-    ends = {0, base.samples - 1}
-    moved = {i: apart(ours, runs.engine(base.of([i] * base.samples), rows=True).rows) for i in ends}
-    return largest(float(moved[i][i] / sizes[i]) for i in ends)
 
 
 def _by_place(runs: Runs, base: Records) -> float:
@@ -249,12 +127,12 @@ def _by_place(runs: Runs, base: Records) -> float:
 
 def between_equal_runs(runs: Runs, base: Records) -> float:
     """How far two equal runs are apart, relative to the largest gradient."""
-    one, other = runs.engine(base, rows=True).rows, runs.engine(base, rows=True).rows
+    one, other = runs.engine(base).rows, runs.engine(base).rows
     return largest([float(apart(one, other).max() / norms_of(one).max().clamp(min=1e-30))])
 
 
 def carried(runs: Runs, base: Records) -> float:
-    """How far a sample's gradient is apart after two others: what the buffers carry from one batch to the next."""
+    """How far a sample's gradient is apart after two others: what the model carries from one batch to the next."""
     last = base.of([base.samples - 1])
     found = []
     for sample in (0, 1):
@@ -269,32 +147,32 @@ def carried(runs: Runs, base: Records) -> float:
 
 
 def _problem(runs: Runs, base: Records, report: VerifyReport) -> str:
-    parameters, coupling, reduction = report.parameters, report.coupling, runs.reduction
+    parameters, reduction = report.parameters, runs.reduction
     worst = max(parameters, key=lambda name: parameters[name])
-    where = where_coupled(runs, base)
-    if where or not coupling <= report.tolerance:
-        orders = {} if runs.draws is None else runs.draws.orders
-        remedy = (
-            f"A random order of the samples is drawn, {_some(orders)}: mix no samples."
-            if orders
-            else "Replace what works across the batch (BatchNorm by GroupNorm, for example)."
-            if where and where is not BEFORE
-            else f"Let the loss be the {reduction} of the samples' own losses (for token models: of each sample's own "
-            "mean; with weights of classes: the weighted losses' plain mean), and check loss_reduction."
-        )
+    where, draws = where_coupled(runs, base), runs.draws
+    if where or not report.coupling <= report.tolerance:
+        if draws is not None and draws.orders:
+            remedy = f"A random order of the samples is drawn, {_some(draws.orders)}: mix no samples."
+        elif where and where != BEFORE:
+            remedy = "Replace what works across the batch (BatchNorm by GroupNorm, for example)."
+        else:
+            remedy = (
+                f"Let the loss be the {reduction} of the samples' own losses (for token models: of each sample's own "
+                "mean; with weights of classes: the weighted losses' plain mean), and check loss_reduction."
+            )
         problem = (
             f"a sample's gradient depends on other samples, {where or 'in the loss'}: clipping does not bound it. "
             f"{remedy}"
         )
     elif (moved := _by_place(runs, base)) > report.tolerance:
-        report.coupling = largest([coupling, moved])
+        report.coupling = largest([report.coupling, moved])
         problem = (
             "a sample's gradient depends on its place in the batch, or on the order of the samples: if one is removed, "
             "others move to other places, and clipping does not bound it. Let nothing be computed from the places of "
             "the samples."
         )
-        if runs.draws is not None and runs.draws.constants:
-            problem += f" What is drawn after one seed in every call is such a constant: {_some(runs.draws.constants)}."
+        if draws is not None and draws.constants:
+            problem += f" What is drawn after one seed in every call is such a constant: {_some(draws.constants)}."
     elif parameters[worst] <= report.tolerance:
         problem = (
             f"wrong norms (off by {report.norm_error:.1e}) or clipped sums (by {report.sum_error:.1e}) of per-sample "
@@ -335,13 +213,40 @@ def _miscounted(count: Miscounted, records: Records, tolerance: float) -> Verify
 # --------------------------------------------------------------------------- numbers
 
 
-def _sum_error(found: Found, truth: Rows, norms: Tensor, rounding: Tensor) -> float:
-    """The clipped sum's error relative to its norm, or to one sample's share: where samples cancel, it is rounding.
-
-    rounding: sizes of gradients that are nothing but rounding.
-    """
-    want = {name: torch.einsum("b,b...->...", found.factors, g) for name, g in truth.items()}
-    least = max(float((found.factors * norms).max()), float((found.factors * rounding).norm()))
+def _sum_error(found: Found, rows: Rows) -> float:
+    """The clipped sum's error relative to its norm, or to one sample's share: where samples cancel, it is rounding."""
+    want = {name: torch.einsum("b,b...->...", found.factors, g) for name, g in rows.items()}
+    least = float((found.factors * norms_of(rows)).max())
     wrong = sum(float((found.sums[n] - want[n]).square().sum()) for n in want)
     size = sum(float(t.square().sum()) for t in want.values())
     return float((wrong / max(size, least**2, 1e-60)) ** 0.5)
+
+
+def _floor(norms: Tensor) -> float:
+    """What errors are relative to at least."""
+    return float(norms.max()) * 1e-6 + 1e-30
+
+
+def places_of(wanted: Rows, rows: Rows, own: Sequence[int]) -> list[int]:
+    """For each wanted gradient the place of the one most like it among these, each taken once.
+
+    own: where they stand if the program leaves samples in their places, which is kept unless another is far nearer.
+    """
+    squares = [torch.cdist(g.flatten(1), rows[n].flatten(1), compute_mode="donot_use_mm_for_euclid_dist").square()
+               for n, g in wanted.items()]  # fmt: skip
+    found = list[int]()
+    for place, off in zip(own, torch.stack(squares).sum(0).nan_to_num(float("inf")).tolist(), strict=True):
+        free = [k for k in range(len(off)) if k not in found]
+        best = min(free, key=off.__getitem__)
+        found.append(place if place in free and off[place] <= 1e4 * off[best] else best)
+    return found
+
+
+def apart(one: Rows, other: Rows) -> Tensor:
+    """How far gradients are apart, [B]."""
+    return torch.stack([(other[n] - g).reshape(len(g), -1).square().sum(1) for n, g in one.items()]).sum(0).sqrt()
+
+
+def norms_of(rows: Rows) -> Tensor:
+    """Each sample's norm [B]."""
+    return torch.stack([g.reshape(len(g), -1).square().sum(1) for g in rows.values()]).sum(0).sqrt()

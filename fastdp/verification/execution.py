@@ -19,10 +19,10 @@ from ..engine.per_sample import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
 from .random_draws import SampleDraws
 from .records import Records
-from .rounding_noise import disturb, last_bits, nodes_of
 from .state import Kept
 
 Loss = Callable[[nn.Module, Any], Tensor]
+Rows = dict[str, Tensor]
 
 
 class Drew(Exception):
@@ -39,30 +39,28 @@ class Miscounted(Exception):
 
 class Found(NamedTuple):
     """By the engine, in float64: norms [B] and the sum clipped with factors [B], by the routes that training takes,
-    and the per-sample gradients themselves, by name (none where they were not asked for)."""
+    and the per-sample gradients themselves, by name."""
 
     norms: Tensor
     factors: Tensor
-    sums: dict[str, Tensor]
-    rows: dict[str, Tensor]
+    sums: Rows
+    rows: Rows
 
 
 class Runs:
-    """A program: model, loss, and how the engine is made. Every run begins with the same buffers and seeds."""
+    """A program: model, loss, and how the engine is made. Every run begins with the same seeds and module state."""
 
     def __init__(self, model: nn.Module, loss_fn: Loss, params: list[Tensor] | None, reduction: str,
                  options: dict[str, Any], seed: int) -> None:  # fmt: skip
         self.model, self.loss_fn, self.params, self.reduction = model, loss_fn, params, reduction
         self.options, self.seed = options, seed
         self.draws: SampleDraws | None = None  # where the program draws
-        self.attributes: Kept | None = None  # put back before every run as well, if set
         self.outside: dict[str, None] = {}  # generators outside of torch that were drawn from
         self.hidden = False  # whether torch's generator was drawn from by what no mode sees
         self.moved: list[str] = []  # buffers and attributes that a run changed
         self.reads: list[PythonReads] = []
         self.reordered = False  # whether the program was seen to put the samples into another order
-        self.rounding: np.random.Generator | None = None  # changes the last bits in backwards of one sample, if set
-        self._buffers, self._devices = Kept(model, "buffers"), devices_of(model)
+        self._kept, self._devices = Kept(model), devices_of(model)
         self._own = RandomNumbers(set(), generators_of(model, loss_fn))
         engine = self._attached(1)
         try:
@@ -104,15 +102,8 @@ class Runs:
         return RandomNumbers(self._devices, [generator for generator, _ in self._own.own])
 
     def put_back(self) -> None:
-        """The buffers (and attributes) as they were at first."""
-        self._buffers.put_back()
-        if self.attributes is not None:
-            self.attributes.put_back()
-
-    def note_moved(self) -> None:
-        """What the run before changed."""
-        found = [*self._buffers.changed(), *([] if self.attributes is None else self.attributes.changed())]
-        self.moved += [name for name in found if name not in self.moved]
+        """What the modules hold, as it was at first."""
+        self._kept.put_back()
 
     def look_ahead(self, records: Records) -> None:
         """See what is drawn for a whole batch, before any sample draws alone."""
@@ -137,8 +128,8 @@ class Runs:
 
     # ------------------------------------------------------------------ gradients
 
-    def engine(self, records: Records, factors: Tensor | None = None, rows: bool = False) -> Found:
-        """Norms, clipped sum (factors: by default those of clipping at the median norm), and gradients if asked for.
+    def engine(self, records: Records) -> Found:
+        """Norms, the sum clipped at the median norm, and gradients.
 
         Raises Miscounted where the engine sees another number of samples.
         """
@@ -157,11 +148,10 @@ class Runs:
                 norms = engine.norms()
                 if len(norms) != records.samples:
                     raise Miscounted(len(norms), records.samples)
-                found = {name: g.double() for name, g in engine.materialize().items()} if rows else {}
-                if factors is None:
-                    factors = (norms.median() / norms.clamp(min=1e-30)).clamp(max=1.0)
-                sums = engine.clipped_sum(factors.to(norms.device, norms.dtype))
-                return Found(norms.double(), factors.double(), {n: s.double() for n, s in sums.items()}, found)
+                rows = {name: g.double() for name, g in engine.materialize().items()}
+                factors = (norms.median() / norms.clamp(min=1e-30)).clamp(max=1.0)
+                sums = engine.clipped_sum(factors)
+                return Found(norms.double(), factors.double(), {n: s.double() for n, s in sums.items()}, rows)
         finally:
             engine.detach()
 
@@ -171,7 +161,7 @@ class Runs:
         By backward(), as reentrant checkpointing refuses autograd.grad.
         """
         with self.run(records.names, fresh):
-            loss = self._scaled(records)
+            loss = self._loss(records) * (records.units if self.reduction == "mean" else 1)
             with _others_grads(loss):
                 loss.backward()  # type: ignore[no-untyped-call]
                 found = {
@@ -180,7 +170,7 @@ class Runs:
                 }
                 for p in self.model.parameters():
                     p.grad = None
-        self.note_moved()
+        self.moved += [name for name in self._kept.changed() if name not in self.moved]
         return found
 
     def _attached(self, samples: int) -> PerSampleGradients:
@@ -199,17 +189,17 @@ class Runs:
             )
         return loss.mean() if self.reduction == "mean" else loss.sum()
 
-    def _scaled(self, records: Records) -> Tensor:
-        loss = self._loss(records) * (records.units if self.reduction == "mean" else 1)
-        if self.rounding is not None:
-            disturb(loss, self.rounding, last_bits(self.named.values()))
-        return loss
-
 
 @contextlib.contextmanager
 def _others_grads(loss: Tensor) -> Iterator[None]:
     """No backward adds to the gradients of what the loss takes besides: what stands in `.grad` is put back."""
-    leaves = [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
+    seen, waiting, leaves = set[Any](), [loss.grad_fn], list[Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves += [node.variable] if hasattr(node, "variable") else []
+            waiting += [following for following, _ in node.next_functions]
     kept = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in kept:
         leaf.grad = None

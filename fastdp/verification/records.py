@@ -185,40 +185,13 @@ def drawn_of(pool: Records, samples: int, seed: int) -> list[int]:
 
 
 def alike(records: Records) -> list[str]:
-    """The parts of a batch that are the same in all of its records."""
-    return [
-        name
-        for name, leaf in _named(records.batch, "batch")
-        if leaf.dim() and leaf.size(0) == len(records.numbers) > 1 and mark_of(leaf) is None
-        and not leaf.is_nested and bool((leaf == leaf[:1]).all())
-    ]  # fmt: skip
-
-
-def relabelled(records: Records) -> Records | None:
-    """The records with other labels in every second sample, where all have one label; None where labels differ.
-
-    What a loss does with labels of several classes, records of one class do not show.
-    """
-    if all(leaf.device.type != "cpu" for leaf in _leaves(records)):
-        return None  # a label that is out of range stops a device for good
-    changed: list[Tensor] = []
-
-    def turned(leaf: Tensor) -> Tensor:
-        if (
-            leaf.dim() != 1
-            or leaf.dtype != torch.long
-            or len(leaf) != len(records.numbers)
-            or mark_of(leaf) is not None
-        ):
-            return leaf
-        if leaf[0] < 0 or not bool((leaf == leaf[0]).all()):
-            return leaf
-        odd = torch.tensor(records.numbers) % 2 == 1
-        changed.append(leaf)
-        return torch.where(odd, leaf + (1 if leaf[0] == 0 else -1), leaf)
-
-    batch = mapped(records.batch, turned)
-    return replace(records.made_by(None), batch=batch) if changed else None
+    """The parts of a batch that are the same in all of its records, by their names or places."""
+    batch = records.batch
+    batch = vars(batch) if dataclasses.is_dataclass(batch) else batch
+    parts = batch.items() if hasattr(batch, "items") else enumerate(batch) if isinstance(batch, tuple | list) else []
+    found = [(f"batch[{key!r}]", leaf) for key, part in parts for leaf in nested_tensors(part)]
+    leaves = {id(leaf) for leaf in _leaves(records) if len(leaf) > 1 and bool((leaf == leaf[:1]).all())}
+    return [name for name, leaf in found or [("batch", leaf) for leaf in nested_tensors(batch)] if id(leaf) in leaves]
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -295,16 +268,3 @@ def _leaves(records: Records) -> list[Tensor]:
         if leaf.dim() and leaf.size(0) == len(records.numbers) and mark_of(leaf) is None
         and not leaf.is_nested and not leaf.is_complex()
     ]  # fmt: skip
-
-
-def _named(value: Any, name: str) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    if isinstance(value, tuple | list):
-        return [found for place, item in enumerate(value) for found in _named(item, f"{name}[{place}]")]
-    if hasattr(value, "items"):
-        return [found for key, item in value.items() for found in _named(item, f"{name}[{key!r}]")]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return [found for field in fields for found in _named(getattr(value, field), f"{name}.{field}")]
-    return []

@@ -19,12 +19,11 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class Kept:
-    """What stands in the modules now, for every run to begin with the same: buffers; or attributes, which are numbers,
-    tensors and containers that a forward may set or write into."""
+    """What stands in the modules now, for every run to begin with the same: buffers, and attributes that are numbers,
+    tensors or containers, which a forward may set or write into."""
 
-    def __init__(self, model: nn.Module, what: str) -> None:
-        modules = model.named_modules()
-        places = [(path, m._buffers if what == "buffers" else m.__dict__) for path, m in modules]
+    def __init__(self, model: nn.Module) -> None:
+        places = [(path, place) for path, m in model.named_modules() for place in (m._buffers, m.__dict__)]
         self._kept = [
             (path, place, {key: (place[key], _copied(place[key])) for key in place.keys() - _OF_TORCH})
             for path, place in places
@@ -58,7 +57,7 @@ class Standing:
         self._grads = [(t, t.grad) for t in leaves]
         # a forward may write into weights as well: embeddings of bounded norm do
         self._trained = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-        self._kept = Kept(model, "attributes"), Kept(model, "buffers")
+        self._kept = Kept(model)
         self._random = RandomNumbers(devices_of(model), generators_of(model, loss_fn))
 
     def clear_grads(self) -> None:
@@ -70,8 +69,7 @@ class Standing:
     def put_back(self) -> None:
         for module, training in self._modes:
             module.training = training
-        for kept in self._kept:
-            kept.put_back()
+        self._kept.put_back()
         with torch.no_grad():
             for parameter, before in self._trained:
                 if not _equal(parameter, before):

@@ -7,11 +7,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.accounting import delta_problem, noise_multiplier_for
-from fastdp.hf import PrivacyArguments
 
 
 def test_where_delta_ends_to_mean_something():
@@ -38,17 +37,6 @@ def test_an_optimizer_warns_where_it_knows_the_records():
         told.epsilon(0.5)
 
 
-def test_persons_count_where_records_are_grouped():
-    model, keys = nn.Linear(4, 2), [i // 5 for i in range(50)]
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
-    loader = fastdp.poisson_loader(TensorDataset(torch.randn(50, 4)), sample_rate=0.5, steps=1, group_by=keys)
-    for (x,) in loader:
-        model(x).square().sum(1).mean().backward()
-        optimizer.step()
-    with pytest.warns(UserWarning, match=r"delta=0\.1 is not below 1/10:"):
-        optimizer.epsilon(0.1)
-
-
 def test_a_noise_multiplier_for_no_delta():
     given = dict(target_epsilon=3.0, sample_rate=0.01, steps=10)
     with pytest.warns(UserWarning, match=r"delta=0\.01 is not below the sample rate 0\.01") as found:
@@ -57,24 +45,3 @@ def test_a_noise_multiplier_for_no_delta():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         noise_multiplier_for(**given, delta=1e-5)
-
-
-def test_the_engine_of_opacus_warns():
-    pytest.importorskip("opacus")
-    from fastdp.compat.opacus import PrivacyEngine
-
-    model = nn.Linear(4, 2)
-    given = dict(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epochs=1, max_grad_norm=1.0,
-                 data_loader=DataLoader(TensorDataset(torch.randn(50, 4)), batch_size=5),
-                 target_epsilon=8.0)  # fmt: skip
-    engine = PrivacyEngine(accountant="rdp")
-    with pytest.warns(UserWarning, match=r"delta=0\.02 is not below 1/50"):
-        engine.make_private_with_epsilon(**given, target_delta=0.02)
-    with pytest.warns(UserWarning, match=r"delta=0\.3 is not below 1/50"):
-        engine.get_epsilon(0.3)
-
-
-def test_dptrainers_refusal_is_the_same():
-    with pytest.raises(ValueError, match=r"delta=0\.1 is not below 1/12: .*Leave delta out for 0\.0416667"):
-        PrivacyArguments(target_epsilon=3.0, delta=0.1).delta_for(12)
-    assert PrivacyArguments(target_epsilon=3.0).delta_for(12) == 1 / 24

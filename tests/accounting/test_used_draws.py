@@ -120,16 +120,6 @@ def test_steps_that_are_made_again_after_going_back_are_no_steps_on_new_samples(
     assert optimizer.epsilon(DELTA) == pytest.approx(expected)
 
 
-def test_batches_of_a_list_that_were_copied() -> None:
-    gc.collect()  # they are known by size and rate alone, among the loaders that are there
-    model = nn.Linear(3, 2)
-    optimizer, loader = optimizer_of(model), loader_of()
-    batches = [(x.clone(),) for (x,) in loader if len(x)]
-    train(model, optimizer, batches=batches)
-    with pytest.warns(UserWarning, match="one more batch of the size of one of them"):
-        train(model, optimizer, batches=batches)
-
-
 def test_two_optimizers_on_one_loader() -> None:
     body, head = nn.Linear(3, 4), nn.Linear(4, 2)
     optimizers = [optimizer_of(body), optimizer_of(head)]

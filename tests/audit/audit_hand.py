@@ -39,6 +39,7 @@ class Job:
         self.steps = 0
         self.m = self.v = torch.zeros_like(self.flat)
         self.last_norms: Tensor | None = None
+        self.path: list[np.ndarray] = []
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([shape.numel() for shape in self.shapes.values()])
@@ -81,10 +82,16 @@ class Hand:
             tensors = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in parts]
             size = sum(len(y) for _, y in tensors)
             job.flat = self.step(job, tensors, size, clipping_norm, noise_multiplier, generator)
+            job.path.append(job.flat.double().numpy())
             loss = float(
                 nn.functional.cross_entropy(torch.as_tensor(self.predict(job, tensors[-1][0])), tensors[-1][1])
             )
         return Outcome(loss, job.flat.double().numpy())
+
+    def trajectory(self, model: Job, batches: Sequence[Any], **given: Any) -> np.ndarray:
+        model.path = []
+        self.run(model, batches, **given)
+        return np.stack(model.path)
 
     def history(self, job: Job) -> list[tuple[float, float, int]]:
         return list(job.history)
@@ -168,21 +175,19 @@ def planted(name: str, *found_by: str) -> Callable[[Any], Any]:
     return add
 
 
-def altered(name: str, *found_by: str, **methods: Callable[..., Any]) -> None:
-    """The right step, with these methods in place of its own."""
-    module = next(iter(methods.values())).__module__
-    planted(name, *found_by)(type(name, (Hand,), {"__module__": module, **methods}))
+def altered(name: str, *found_by: str, **methods: Any) -> None:
+    """The right step, with these methods and values in place of its own."""
+    planted(name, *found_by)(type(name, (Hand,), methods))
 
 
-def in_loop(step: Any) -> Any:
-    """A step whose count and memory begin anew in every run, as those of a loop do."""
+def in_loop(name: str) -> Any:
+    """A planted step whose count and memory begin anew in every run, as those of a loop do."""
 
-    class InLoop(step):
+    class InLoop(PLANTED[name][0]):  # type: ignore[misc]
         def run_parts(self, model: Job, *given: Any, **options: Any) -> Any:
             model.steps, model.m = 0, torch.zeros_like(model.flat)
             return super().run_parts(model, *given, **options)
 
-    InLoop.__module__ = step.__module__
     return InLoop
 
 

@@ -1,77 +1,66 @@
-"""Planted bugs of noise, of batches in parts, of sampling and of accounting (see tests/audit/audit_zoo.py)."""
+"""Planted bugs of noise: its size, its distribution, its coordinates, its steps (see tests/audit/audit_zoo.py)."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .audit_hand import LR, Hand, Job, altered, planted, with_adam
+from .audit_hand import LR, Hand, Job, altered, in_loop, planted, with_adam
 
-# ---------------------------------------------------------------------- noise
-
-
-altered(
-    "noise not scaled with C",
-    "uncalibrated_noise",
-    "noise_distribution",
-    noise=lambda self, job, c, sigma, generator, size, parts: sigma * self.draw(job, generator),
-)
+CALIBRATED, LAW, STEPS = "uncalibrated_noise", "noise_distribution", "noise_independence"
+ONCE = "noise_once"
 
 
-# Whatever C is (FlashDP).
-altered(
-    "noise of sigma / sqrt(B)",
-    "uncalibrated_noise",
-    "noise_distribution",
-    noise=lambda self, job, c, sigma, generator, size, parts: sigma * size**0.5 * self.draw(job, generator),
-)
+def scaled(name: str, scale: Any, *found_by: str) -> None:
+    """Noise of this standard deviation, of the model, sigma, C and the size of the batch."""
+
+    def noise(self: Hand, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
+        return scale(job, sigma, c, size) * self.draw(job, generator)
+
+    altered(name, *found_by, noise=noise)
 
 
-altered(
-    "no noise",
-    "uncalibrated_noise",
-    "noise_distribution",
-    "epsilon_bound",
-    noise=lambda self, job, c, sigma, generator, size, parts: torch.zeros_like(job.flat),
-)
+def drawn(name: str, change: Any, *found_by: str) -> None:
+    """Noise that is drawn as usual [P], and then changed; the model and the generator are there to draw more from."""
+    altered(name, *found_by, draw=lambda self, job, generator: change(job, Hand.draw(self, job, generator), generator))
 
 
-altered(
-    "noise of sigma whatever it is",
-    "uncalibrated_noise",
-    noise=lambda self, job, c, sigma, generator, size, parts: (sigma > 0) * c * self.draw(job, generator),
-)
-
-
+scaled("noise not scaled with C", lambda job, sigma, c, size: sigma, CALIBRATED, LAW)
+scaled("no noise", lambda job, sigma, c, size: 0.0, CALIBRATED, LAW, "epsilon_bound")
+scaled("noise of sigma whatever it is", lambda job, sigma, c, size: (sigma > 0) * c, CALIBRATED)
+scaled("noise of variance sigma C", lambda job, sigma, c, size: (sigma * c) ** 0.5, CALIBRATED)
 # Sum against mean (an example of JAX-Privacy).
-altered(
-    "noise for the mean on the sum",
-    "noise_distribution",
-    "noise_scale",
-    "epsilon_bound",
-    noise=lambda self, job, c, sigma, generator, size, parts: sigma * c / max(size, 1) * self.draw(job, generator),
-)
+scaled("noise for the mean on the sum", lambda job, sigma, c, size: sigma * c / max(size, 1), LAW, "noise_scale",
+       "epsilon_bound")  # fmt: skip
+scaled("noise for the sum on the mean", lambda job, sigma, c, size: sigma * c * max(size, 1), LAW, "noise_scale")
+scaled("0.97 of the noise", lambda job, sigma, c, size: 0.97 * sigma * c, LAW)
+scaled("sigma rounded to a tenth", lambda job, sigma, c, size: round(sigma, 1) * c, LAW)
+scaled("sigma of at most 4", lambda job, sigma, c, size: min(sigma, 4.0) * c, LAW)
+scaled("a quarter of the noise on more than 40 samples", lambda job, sigma, c, size: sigma * c / (1 + 3 * (size > 40)),
+       LAW)  # fmt: skip
+scaled("no noise on an empty batch", lambda job, sigma, c, size: sigma * c * (size > 0), "empty_batch")
+altered("divided by the batch, not by what is expected", LAW, expected_batch_size=16.0)
+with_adam("noise not scaled with C", CALIBRATED)
+with_adam("no noise", CALIBRATED)
+with_adam("noise for the mean on the sum", LAW, "noise_scale")
 
 
-altered(
-    "noise for the sum on the mean",
-    "noise_distribution",
-    "noise_scale",
-    noise=lambda self, job, c, sigma, generator, size, parts: sigma * c * max(size, 1) * self.draw(job, generator),
-)
+@planted("noise of min(C, largest contribution)", LAW)
+class OfLargest(Hand):
+    def norms(self, job: Job, gradients: Tensor) -> Tensor:
+        job.norms = super().norms(job, gradients)
+        return job.norms
+
+    def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
+        return super().noise(
+            job, min([c, *job.norms.max(0, True)[0].tolist()] if size else [c]), sigma, generator, size, parts
+        )
 
 
-altered(
-    "noise of variance sigma C",
-    "uncalibrated_noise",
-    noise=lambda self, job, c, sigma, generator, size, parts: (sigma * c) ** 0.5 * self.draw(job, generator),
-)
-
-
-@planted("noise, then clipping", "noise_distribution", "noise_scale")
+@planted("noise, then clipping", LAW, "noise_scale")
 class NoiseThenClipping(Hand):
     """The sum is clipped to C after the noise was added."""
 
@@ -83,183 +72,120 @@ class NoiseThenClipping(Hand):
         return super().noise(job, c, sigma, generator, size, parts)
 
 
-@planted("no noise on biases", "noise_distribution")
-class NoNoiseOnBiases(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        kept = torch.cat([torch.full((s.numel(),), float(len(s) > 1)) for s in job.shapes.values()])
-        return kept * super().draw(job, generator)
+# ---------------------------------------------------------------------- its distribution and coordinates
 
 
-@planted("last layer never trained", "noise_distribution")
+def at(where: slice, value: float) -> Any:
+    """Values at some coordinates are multiplied with a value; -4 on are the last bias."""
+
+    def change(job: Job, z: Tensor, generator: Any) -> Tensor:
+        z[where] *= value
+        return z
+
+    return change
+
+
+def more(z: Tensor, generator: Any, number: int = 1) -> Tensor:
+    return torch.rand((number, *z.shape), generator=generator)
+
+
+def same_for_each(job: Job, z: Tensor, generator: Any) -> Tensor:
+    return torch.cat([z[: s.numel()] for s in job.shapes.values()])
+
+
+drawn("uniform noise", lambda job, z, g: (2 * more(z, g)[0] - 1) * 3**0.5, LAW)
+drawn("sum of 12 uniforms", lambda job, z, g: more(z, g, 12).sum(0) - 6, LAW)
+drawn("noise cut at 3 sigma", lambda job, z, g: z.clamp(-3, 3), LAW)
+drawn("Laplace noise", lambda job, z, g: -torch.log(more(z, g)[0].clamp(min=1e-7)) * z.sign() / math.sqrt(2), LAW)
+drawn("noise of mean sigma / 20", lambda job, z, g: z + 0.05, LAW)
+drawn("one value in a hundred without noise", lambda job, z, g: z * (more(z, g)[0] > 0.01), LAW)
+drawn("noise in bfloat16", lambda job, z, g: z.bfloat16().float(), LAW)  # (AWS's fastDP.)
+drawn("no noise on biases", lambda job, z, g: at(slice(192, 208), 0.0)(job, z, g), LAW)
+drawn("half the noise on the 4 coordinates of a bias", at(slice(-4, None), 0.5), LAW)
+drawn("no noise on one coordinate", at(slice(50, 51), 0.0), LAW)
+drawn("0.95 of the noise on a layer", at(slice(0, 208), 0.95), LAW)
+drawn("noise that is centred", lambda job, z, g: z - z.mean(), LAW)
+drawn("the same noise for every parameter", same_for_each, STEPS)
+
+
+@planted("last layer never trained", LAW)
 class LayerDropped(Hand):
     """Unsupported parameters are left out with a line on the screen (AWS's fastDP)."""
 
     def update(self, job: Job, gradient: Tensor) -> Tensor:
-        new = super().update(job, gradient)
         last = list(job.shapes.values())[-1].numel()
-        return torch.cat([new[:-last], job.flat[-last:]])
+        return torch.cat([super().update(job, gradient)[:-last], job.flat[-last:]])
 
 
-altered(
-    "uniform noise",
-    "noise_distribution",
-    draw=lambda self, job, generator: (2 * torch.rand(job.flat.shape, generator=generator) - 1) * 3**0.5,
-)
+# ---------------------------------------------------------------------- its steps
 
 
-# (AWS's fastDP.)
-altered(
-    "noise in bfloat16",
-    "noise_distribution",
-    draw=lambda self, job, generator: Hand.draw(self, job, generator).bfloat16().float(),
-)
+def again(job: Job, z: Tensor, generator: Any) -> Tensor:
+    """The noise of 25 steps before."""
+    job.drawn = [*getattr(job, "drawn", []), z]
+    return job.drawn[job.steps % 25]
 
 
-altered(
-    "the same noise in every run",
-    "uncalibrated_noise",
-    draw=lambda self, job, generator: torch.randn(job.flat.shape, generator=torch.Generator().manual_seed(job.steps)),
-)
+def half_again(job: Job, z: Tensor, generator: Any) -> Tensor:
+    """Half of the step before's noise."""
+    job.drawn = z if job.steps == 0 else 0.75**0.5 * z + 0.5 * job.drawn
+    return job.drawn
 
 
-altered(
-    "the same noise at every step",
-    "noise_independence",
-    draw=lambda self, job, generator: torch.randn(
-        job.flat.shape, generator=torch.Generator().manual_seed(generator.initial_seed())
-    ),
-)
+def seeded(number: int, size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(number))
 
 
-@planted("noise drawn every other step", "noise_independence")
-class NoiseEveryOther(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        if job.steps % 2 == 0:
-            job.kept = super().draw(job, generator)
-        return job.kept
+drawn("the same noise in every run", lambda job, z, g: seeded(job.steps, len(z)), CALIBRATED)
+drawn("the same noise at every step", lambda job, z, g: seeded(g.initial_seed(), len(z)), STEPS)
+with_adam("the same noise at every step", STEPS)
+drawn("no noise at every tenth step", lambda job, z, g: z * (job.steps % 10 != 9), STEPS)
+planted("no noise at every tenth step of the loop", STEPS)(in_loop("no noise at every tenth step"))
+drawn("noise that fades", lambda job, z, g: z * 0.999**job.steps, STEPS)
+drawn("the noise of 25 steps before", again, STEPS)
+drawn("half of the step before's noise again", half_again, STEPS)
 
 
-@planted("the same noise for every parameter", "noise_independence")
-class NoiseByParameter(Hand):
-    def draw(self, job: Job, generator: Any) -> Tensor:
-        seed = int(torch.randint(2**31, (), generator=generator))
-        parts = [torch.randn(s.numel(), generator=torch.Generator().manual_seed(seed)) for s in job.shapes.values()]
-        return torch.cat(parts)
+def momentum(self: Hand, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
+    job.m = 0.9 * job.m + Hand.clipped_sum(self, job, x, y, c)
+    return job.m
 
 
-altered(
-    "noise at every micro-batch",
-    "noise_once",
-    noise=lambda self, job, c, sigma, generator, size, parts: sum(
-        (sigma * c * self.draw(job, generator) for _ in range(parts)), torch.zeros(())
-    ),
-)
+def last_again(self: Hand, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
+    before, job.m = job.m, Hand.clipped_sum(self, job, x, y, c)
+    return job.m + before
 
 
-altered(
-    "workers average their noise",
-    "noise_once",
-    noise=lambda self, job, c, sigma, generator, size, parts: sigma * c * self.draw(job, generator) / parts**0.5,
-)
-
-
-with_adam("noise not scaled with C", "uncalibrated_noise")
-with_adam("no noise", "uncalibrated_noise")
-with_adam("noise for the mean on the sum", "noise_distribution", "noise_scale")
-with_adam("the same noise at every step", "noise_independence")
+altered("momentum over sums without noise", STEPS, clipped_sum=momentum)
+altered("the last step's sum added again", STEPS, clipped_sum=last_again)
+planted("momentum over sums without noise, in the loop", STEPS)(in_loop("momentum over sums without noise"))
 
 # ---------------------------------------------------------------------- parts of a batch
 
 
-@planted("accumulated, then clipped", "noise_once")
-class AccumulatedThenClipped(Hand):
-    def step(self, job: Job, parts: list[Any], size: int, c: float, sigma: float, generator: Any) -> Tensor:
-        if len(parts) > 1:
-            means = [self.gradients(job, x, y).mean(0) for x, y in parts]
-            total = sum(((c / m.norm()).clamp(max=1) * m for m in means), torch.zeros_like(job.flat))
-            return job.flat - LR * (total + self.noise(job, c, sigma, generator, size, 1)) / len(parts)
-        return super().step(job, parts, size, c, sigma, generator)
+def every_part(self: Hand, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
+    return sigma * c * parts**0.5 * self.draw(job, generator)
 
 
-# A second backward before the step drops the first batch (Opacus, ghost clipping).
-altered(
-    "only the last micro-batch counts",
-    "noise_once",
-    step=lambda self, job, parts, size, c, sigma, generator: Hand.step(
-        self, job, parts[-1:], size, c, sigma, generator
-    ),
-)
+def averaged(self: Hand, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
+    return sigma * c / parts**0.5 * self.draw(job, generator)
 
 
-# ---------------------------------------------------------------------- sampling and accounting
+def accumulated(self: Hand, job: Job, parts: list[Any], size: int, c: float, sigma: float, generator: Any) -> Tensor:
+    """Accumulated, then clipped."""
+    if len(parts) == 1:
+        return Hand.step(self, job, parts, size, c, sigma, generator)
+    means = [self.gradients(job, x, y).mean(0) for x, y in parts]
+    total = sum(((c / m.norm()).clamp(max=1) * m for m in means), torch.zeros_like(job.flat))
+    return job.flat - LR * (total + self.noise(job, c, sigma, generator, size, 1)) / len(parts)
 
 
-@planted("shuffled batches of one size", "poisson_sampling")
-class Shuffled(Hand):
-    def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
-        draw, size = np.random.default_rng(seed), round(records * self.sample_rate)
-        order = np.concatenate([draw.permutation(records) for _ in range(steps * size // records + 1)])
-        return [order[k * size : (k + 1) * size] for k in range(steps)]
+def last_part(self: Hand, job: Job, parts: list[Any], *given: Any) -> Tensor:
+    """A second backward before the step drops the first batch (Opacus, ghost clipping)."""
+    return Hand.step(self, job, parts[-1:], *given)
 
 
-@planted("batches of one size, drawn anew", "poisson_sampling")
-class FixedSize(Hand):
-    def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
-        draw = np.random.default_rng(seed)
-        return [draw.choice(records, round(records * self.sample_rate), replace=False) for _ in range(steps)]
-
-
-@planted("drawn with replacement", "poisson_sampling")
-class WithReplacement(Hand):
-    def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
-        draw = np.random.default_rng(seed)
-        return [draw.choice(records, draw.binomial(records, self.sample_rate)) for _ in range(steps)]
-
-
-@planted("drawn more often than accounted", "poisson_sampling")
-class RateTooHigh(Hand):
-    def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
-        draw = np.random.default_rng(seed)
-        return [np.flatnonzero(draw.random(records) < 1.15 * self.sample_rate) for _ in range(steps)]
-
-
-altered(
-    "the same batches in every run",
-    "poisson_sampling",
-    sample=lambda self, records, steps, seed: Hand.sample(self, records, steps, 0),
-)
-
-
-altered(
-    "empty batches skipped",
-    "empty_batch",
-    step=lambda self, job, parts, size, c, sigma, generator: (
-        Hand.step(self, job, parts, size, c, sigma, generator) if size else job.flat
-    ),
-)
-
-
-@planted("empty batches not counted", "empty_batch")
-class EmptyNotCounted(Hand):
-    def count(self, job: Job, sigma: float, size: int) -> None:
-        if size:
-            super().count(job, sigma, size)
-
-
-@planted("every other step counted", "accountant")
-class HalfCounted(Hand):
-    def count(self, job: Job, sigma: float, size: int) -> None:
-        if job.steps % 2 == 0:
-            super().count(job, sigma, size)
-
-
-@planted("accounted with twice the noise", "accountant")
-class WrongNoiseCounted(Hand):
-    def count(self, job: Job, sigma: float, size: int) -> None:
-        super().count(job, 2 * sigma, size)
-
-
-@planted("accounted at half the rate", "accountant")
-class WrongRateCounted(Hand):
-    def count(self, job: Job, sigma: float, size: int) -> None:
-        job.history.append((sigma, self.sample_rate / 2, 1))
+altered("noise at every micro-batch", ONCE, noise=every_part)
+altered("workers average their noise", ONCE, noise=averaged)
+altered("accumulated, then clipped", ONCE, step=accumulated)
+altered("only the last micro-batch counts", ONCE, step=last_part)

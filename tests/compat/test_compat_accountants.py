@@ -7,10 +7,8 @@ import math
 import opacus.accountants as theirs
 import pytest
 from fastdp.compat.opacus.accountants.utils import get_noise_multiplier, whole
-from opacus.accountants.utils import get_noise_multiplier as their_noise
 
 from fastdp.compat.opacus import accountants as ours
-from fastdp.compat.opacus.accountants import registry
 from fastdp.compat.opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from fastdp.errors import AccountingError
 
@@ -55,29 +53,6 @@ def test_prv_of_huge_epsilons_is_a_bound_not_a_crash():
     assert 1e5 < mine.get_epsilon(delta=1e-5) < 1e6
 
 
-def test_the_registry_is_of_its_own(monkeypatch):
-    monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
-
-    class Mine(ours.RDPAccountant):
-        pass
-
-    with pytest.raises(ValueError, match="already"):
-        ours.register_accountant("rdp", Mine)
-    ours.register_accountant("rdp", Mine, force=True)
-    assert isinstance(ours.create_accountant("rdp"), Mine)
-    assert not isinstance(theirs.create_accountant("rdp"), Mine)
-    with pytest.raises(ValueError, match="mine"):
-        ours.create_accountant("mine")
-
-
-@pytest.mark.parametrize(
-    "target, rate, epochs, name", [(3.0, 0.01, 5, "rdp"), (1.0, 0.05, 2, "prv"), (8.0, 0.3, 3, "rdp")]
-)
-def test_the_same_noise_as_opacus(target, rate, epochs, name):
-    asked = {"target_epsilon": target, "target_delta": 1e-5, "sample_rate": rate, "epochs": epochs, "accountant": name}
-    assert get_noise_multiplier(**asked) == their_noise(**asked)
-
-
 def test_epochs_cost_what_the_loader_makes_of_them():
     """3 epochs at rate 1/75: Opacus reckons with 224 steps, and its own loader makes 225."""
     rate, epochs = 1 / 75, 3
@@ -88,17 +63,8 @@ def test_epochs_cost_what_the_loader_makes_of_them():
     spent = ours.RDPAccountant()
     spent.history = [(sigma, rate, steps)]
     assert spent.get_epsilon(delta=1e-5) <= 2.0
-    for n in range(1, 3000):
-        assert whole(1 / (1 / n)) == n and whole(7 / (1 / n)) == 7 * n
     assert whole(3.34) == 3 and whole(0.999) == 0
-
-
-def test_budgets_and_histories_without_an_answer():
-    mine = ours.create_accountant("gdp")
-    mine.history = [(0.025, 1.0, 1)]
+    gdp = ours.create_accountant("gdp")
+    gdp.history = [(0.025, 1.0, 1)]
     with pytest.raises(AccountingError, match="prv"):
-        mine.get_epsilon(delta=1e-5)
-    asked = {"target_epsilon": 1e-9, "target_delta": 1e-12, "sample_rate": 1.0}
-    for wrong, match in (({}, "steps= or epochs="), ({"steps": 10**9}, "budget")):
-        with pytest.raises(ValueError, match=match):
-            get_noise_multiplier(**asked, **wrong)
+        gdp.get_epsilon(delta=1e-5)

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.compat import opacus as ours
-from fastdp.compat.opacus import privacy_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -72,15 +71,14 @@ def worst(a, b):
 
 # ------------------------------------------------------------------ the same training
 
-MODES = [(m, c) for m in ("hooks", "functorch", "ew") for c in ("flat", "per_layer", "adaptive")] + [("ghost", "flat")]
+MODES = [("hooks", c) for c in ("flat", "per_layer", "adaptive")] + [(m, "flat") for m in ("functorch", "ew", "ghost")]
 
 
-@pytest.mark.parametrize("poisson", [False, True])
 @pytest.mark.parametrize(("mode", "clipping"), MODES)
-def test_the_same_weights_sums_and_history(mode, clipping, poisson):
-    theirs, mine = (private(lib, mode=mode, clipping=clipping, poisson_sampling=poisson) for lib in (opacus, ours))
+def test_the_same_weights_sums_and_history(mode, clipping):
+    theirs, mine = (private(lib, mode=mode, clipping=clipping) for lib in (opacus, ours))
     batches = [batch for _ in range(2) for batch in mine[-1]]  # of our loader: of any size
-    assert not poisson or len({len(x) for x, _ in batches}) > 1
+    assert len({len(x) for x, _ in batches}) > 1
     if clipping == "adaptive":  # Opacus takes shares of the batch's own size, which is private: here it is the expected
         batches = [batch for _ in range(2) for batch in loader_of()]
     for run in (theirs, mine):
@@ -129,21 +127,6 @@ class _Step:
 
     def __init__(self, noise_multiplier):
         self.noise_multiplier = noise_multiplier
-
-
-def test_ghost_returns_an_ordinary_loss_and_any_loss_is_clipped():
-    *_, model, optimizer, criterion, loader = private(ours, mode="ghost", poisson_sampling=False)
-    x, y = next(iter(loader))
-    loss = criterion(model(x), y)
-    assert type(loss) is torch.Tensor and loss.dim() == 0
-    ((loss + 1) * 2 / 2).backward()
-    first = [p.grad.clone() for p in optimizer.params]
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()  # not the returned criterion
-    assert worst(first, [p.grad for p in optimizer.params]) < 1e-6
-    norms = model.per_sample_gradient_norms
-    bound = float(torch.nn.utils.get_total_norm([p.grad for p in optimizer.params]))
-    assert bound <= float((norms * model.get_clipping_coef()).sum()) * 1.0001 and (norms > 0.3).all()
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -271,6 +254,7 @@ def test_a_refusal_leaves_the_module_as_it_was():
     with pytest.raises(ValueError, match="Unsupported combination"):
         private(ours, module=model, mode="ghost", clipping="per_layer")
     private(ours, module=model)
+    assert fastdp.PrivacyEngine is ours.PrivacyEngine
 
 
 @pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_tp"])
@@ -298,16 +282,10 @@ def test_warnings_are_those_of_opacus():
         ours.PrivacyEngine(secure_mode=True)
 
 
-def test_the_lazy_name():
-    assert fastdp.PrivacyEngine is ours.PrivacyEngine is privacy_engine.PrivacyEngine
-    with pytest.raises(AttributeError):
-        fastdp.NoSuchName  # noqa: B018
-
-
 # ------------------------------------------------------------------ checkpoints
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(opacus, ours), (ours, opacus), (ours, ours)])
+@pytest.mark.parametrize(("saver", "loader"), [(opacus, ours), (ours, opacus)])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_checkpoints_are_read_by_either(saver, loader, mode):
     first = private(saver, mode=mode, noise=1.0)

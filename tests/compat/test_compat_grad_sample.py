@@ -33,10 +33,6 @@ def losses(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def waiting(p):
-    return isinstance(p.__dict__["grad_sample"], samples.Pending)
-
-
 # ------------------------------------------------------------------ the attribute
 
 
@@ -47,8 +43,8 @@ def test_it_is_computed_when_looked_at_and_exact(mode):
     backward(model)
     expected = truth(model._module, (X, Y), losses)
     for name, p in model._module.named_parameters():
-        assert waiting(p)
-        assert torch.allclose(p.grad_sample.double(), expected[name], atol=1e-6) and not waiting(p)
+        assert isinstance(p.__dict__["grad_sample"], samples.Pending)
+        assert torch.allclose(p.grad_sample.double(), expected[name], atol=1e-6)
         assert p.grad_sample is p.grad_sample and p.grad is None
 
 
@@ -116,9 +112,6 @@ def test_numbers_of_other_weights_are_never_given():
     assert model._module.weight.grad_sample.shape == (5, 3, 4)
 
 
-# ------------------------------------------------------------------ where Opacus is wrong
-
-
 # ------------------------------------------------------------------ modules
 
 
@@ -135,30 +128,6 @@ def test_the_wrapper_is_the_module():
     assert not hasattr(module[0].weight, "grad_sample") and not module[0]._forward_pre_hooks
     backward(module)
     assert module[0].weight.grad is not None
-    assert set(opacus.GradSampleModule.__dict__) <= set(dir(GradSampleModule)) | {"__annotations__"}
-
-
-def test_hooks_off_and_on():
-    model = GradSampleModule(plain())
-    p = model._module[0].weight
-    model.disable_hooks()
-    backward(model)
-    assert p.grad is not None and p.grad_sample is None and not model.hooks_enabled
-    model.zero_grad(set_to_none=True)
-    model.enable_hooks()
-    backward(model)
-    assert p.grad is None and p.grad_sample.shape == (5, 6, 4)
-    model.set_grad_sample_to_none()
-    assert p.grad_sample is None
-    model.remove_hooks()
-    model.add_hooks()
-    backward(model)
-    assert p.grad_sample.shape == (5, 6, 4)
-    with pytest.raises(ValueError, match="add hooks twice"):
-        model.add_hooks()
-    model.remove_hooks()
-    model.del_grad_sample()
-    assert not hasattr(p, "grad_sample")
 
 
 def test_accumulation_is_refused_where_it_is_forbidden():
@@ -198,9 +167,8 @@ def test_layers_that_keep_statistics_are_refused():
     tables = nn.Linear(4, 3)
     tables.register_buffer("table", torch.ones(3))
     assert GradSampleModule.validate(tables, strict=True) == []
-    for kind in (ours.GradSampleModuleExpandedWeights, ours.GradSampleModuleNoOp):
-        with pytest.raises(NotImplementedError):
-            kind(plain(), batch_first=False)
+    with pytest.raises(NotImplementedError):
+        ours.GradSampleModuleExpandedWeights(plain(), batch_first=False)
 
 
 def test_registered_functions_are_accepted_and_said_not_to_be_called():

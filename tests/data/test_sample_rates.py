@@ -79,18 +79,6 @@ def test_a_rate_far_below_what_the_first_batch_showed_is_warned_of():
     assert [w.filename for w in seen if "far below" in str(w.message)] == [__file__]
 
 
-def test_what_the_first_batch_showed_is_known_to_the_optimizer_that_counts_its_step():
-    optimizer = private(model := model_of())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(optimizer, model)
-        second = private(model, sample_rate=0.5)
-        third = private(model, sample_rate=0.5)
-    for each in (second, third):
-        with pytest.warns(UserWarning, match="sample_rate=0.001 is far below.*had 6 of the 60 records"):
-            each.epsilon(1e-5, sample_rate=0.001)
-
-
 def test_a_rate_that_is_known_is_not_another_one(silent):
     model = model_of()
     optimizer = private(model, sample_rate=0.2)
@@ -98,18 +86,6 @@ def test_a_rate_that_is_known_is_not_another_one(silent):
     assert optimizer.epsilon(1e-5, sample_rate=0.2) == optimizer.epsilon(1e-5)
     with pytest.raises(AccountingError, match=r"sample_rate=0.1 was given, and steps were sampled at 0.2"):
         optimizer.epsilon(1e-5, sample_rate=0.1)
-
-
-def test_steps_with_and_without_a_rate():
-    """Those of which it is known keep their own."""
-    model = model_of()
-    first = private(model, sample_rate=0.2)
-    steps(first, model, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        second = private(model)
-        steps(second, model, 2)
-        assert second.epsilon(1e-5, sample_rate=0.1) == epsilon_of([(1.0, 0.2, 3), (1.0, 0.1, 2)], 1e-5, "rdp")
 
 
 def test_who_needs_no_rate_hears_nothing(silent):
@@ -127,11 +103,6 @@ def test_who_needs_no_rate_hears_nothing(silent):
             backward(model, x)
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_nothing_is_sampled_by_ftrl():
-    with pytest.raises(AccountingError, match="nothing is sampled"):
-        DPFTRL(torch.nn.Linear(2, 2), lr=0.1, noise_multiplier=1.0).epsilon(1e-5, sample_rate=0.1)
 
 
 def test_batches_from_a_seed_are_said_as_noise_from_one():

@@ -82,21 +82,6 @@ def test_a_batch_that_is_not_the_loaders_is_refused():
     optimizer.detach()
 
 
-def test_several_rows_of_each_sample():
-    """Augmentation multiplicity: batch_size=n makes k consecutive rows one sample."""
-    x = data(8)
-    model = model_of()
-    engine = fastdp.PerSampleGradients(model, batch_size=4)
-    model(x).square().sum(1).view(4, 2).mean(1).mean().backward()
-    rows = engine.norms()
-    engine.detach()
-    for i in range(4):
-        model.zero_grad()
-        model(x[2 * i : 2 * i + 2]).square().sum(1).mean().backward()
-        want = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-        assert float(rows[i]) == pytest.approx(float(want), rel=1e-5)
-
-
 def test_bad_loaders():
     with pytest.raises(ValueError, match="either"):
         fastdp.poisson_loader(TensorDataset(torch.zeros(5)))

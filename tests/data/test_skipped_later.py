@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 
 import pytest
-import torch
 
-import fastdp
 from fastdp.errors import StepError
 
 from .skipping import made, train
@@ -54,36 +51,6 @@ def test_what_was_missed_goes_into_checkpoints():
         new.epsilon(1e-2)
 
 
-def test_a_batch_in_hand_that_comes_again_after_resuming(silent):
-    """Left by an exception: the loader's state was saved after the last step, the optimizer's later."""
-    model, loader, optimizer = made(seed=None)
-    for i, batch in enumerate(loader):
-        if i == 2:
-            break
-        train(model, optimizer, batch)
-        place = loader.state_dict(secret=True)
-    model, again, new = resumed(optimizer)
-    again.load_state_dict(place)
-    for batch in again:
-        train(model, new, batch)
-    assert new.history[0][2] == 6 and new.epsilon(1e-2) > 0
-
-
-def test_a_batch_in_hand_that_does_not_come_again_after_resuming():
-    for with_loader in (False, True):
-        model, loader, optimizer = made(seed=None)
-        for i, batch in enumerate(loader):
-            if i == 2:
-                break
-            train(model, optimizer, batch)
-        model, again, new = resumed(optimizer, loader if with_loader else None)
-        with pytest.warns(UserWarning, match=r"1 time\(s\) the loop was left"):
-            for batch in again:
-                train(model, new, batch)
-        with pytest.warns(UserWarning, match=r"1 time\(s\) the loop was left"):
-            new.epsilon(1e-2)
-
-
 def test_resuming_a_right_run_hears_nothing(silent):
     model, loader, optimizer = made(seed=None, limit=4)
     for batch in loader:
@@ -98,53 +65,3 @@ def test_resuming_a_right_run_hears_nothing(silent):
 
 
 # --------------------------------------------------------------------------- before training, in eval mode, detached
-
-
-def test_passes_left_by_a_model_that_is_trained_in_eval_mode():
-    model, loader, optimizer = made()
-    model.eval()
-    for number in range(4):
-        for batch in loader:
-            if number in (1, 2):
-                break
-            train(model, optimizer, batch)
-            break
-    with pytest.warns(UserWarning, match=r"2 pass\(es\) over the poisson_loader"):
-        optimizer.epsilon(1e-2)
-    with torch.no_grad():
-        list(loader)
-    with pytest.warns(UserWarning, match=r"2 pass\(es\) over the poisson_loader"):
-        optimizer.epsilon(1e-2)
-
-
-@pytest.mark.parametrize("how", ["detached before", "left"])
-def test_an_optimizer_that_is_made_anew_for_each_pass(how):
-    """A batch is passed over while none is attached: the next one on the model says so."""
-    model, loader, optimizer = made()
-    for number in range(3):
-        if number:
-            optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for i, batch in enumerate(loader):
-                if i == 5:
-                    if how == "left":
-                        break
-                    optimizer.detach()
-                    continue
-                train(model, optimizer, batch)
-        assert any("with a batch of the poisson_loader in hand" in str(w.message) for w in caught) == (number > 0)
-        optimizer.detach()
-    with pytest.warns(UserWarning, match=rf"{2 + (how == 'left')} time\(s\) the loop was left with a batch"):
-        optimizer.epsilon(1e-2)
-
-
-def test_first_batches_that_are_drawn_until_one_pleases():
-    """Before any training: to look once or twice is for the shapes, more often for a choice."""
-    model, loader, optimizer = made()
-    for _ in range(3):
-        next(iter(loader))
-    with pytest.warns(UserWarning, match=r"3 pass\(es\) over the poisson_loader"):
-        for batch in loader:
-            train(model, optimizer, batch)
-            break

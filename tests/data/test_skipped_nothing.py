@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import itertools
-import pickle
-
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
 import fastdp
 
-from ..by_hand import network, records
+from ..by_hand import network
 from .skipping import made, train
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
@@ -45,19 +39,6 @@ def test_a_break_after_the_step_hears_nothing(silent):
     assert optimizer.epsilon(1e-2) > 0 and optimizer.history[0][2] == 3
 
 
-def test_a_loader_that_nobody_trains_on(silent):
-    model, loader, optimizer = made()
-    other = fastdp.poisson_loader(records(), sample_rate=0.3, steps=3)
-    list(loader), next(iter(loader))  # before training: statistics, the shape of a batch
-    for batch in loader:
-        train(model, optimizer, batch)
-        list(itertools.islice(other, 2))
-    for i, _ in enumerate(other):
-        if i == 1:
-            break
-    optimizer.epsilon(1e-2)
-
-
 @pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])
 def test_evaluation_on_the_loader_of_the_training(how, silent):
     model, loader, optimizer = made()
@@ -87,24 +68,6 @@ def test_two_models_on_one_loader(silent):
     assert all(o.epsilon(1e-2) for o in optimizers)
 
 
-def test_a_loader_after_its_optimizer(silent):
-    model, loader, optimizer = made()
-    for i, batch in enumerate(loader):
-        if i < 3:
-            train(model, optimizer, batch)
-        if i == 3:
-            optimizer.detach()  # the rest of the pass is for something else
-    list(loader)
-    optimizer.epsilon(1e-2)
-    model, loader, optimizer = made()
-    for i, batch in enumerate(loader):
-        if i < 2:
-            train(model, optimizer, batch)
-            if i == 1:
-                del optimizer, model
-                gc.collect()
-
-
 def test_a_batch_that_is_handed_out_again(silent):
     """A loop that takes up a step which failed: the loader's state brings the batch back."""
     model, loader, optimizer = made()
@@ -118,28 +81,3 @@ def test_a_batch_that_is_handed_out_again(silent):
     for batch in loader:
         train(model, optimizer, batch)
     assert optimizer.history[0][2] == 6 and optimizer.epsilon(1e-2) > 0
-
-
-def test_copies_of_a_loader(silent):
-    model, loader, optimizer = made()
-    for batch in loader:
-        train(model, optimizer, batch)
-    for copied in (copy.deepcopy(loader), copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert len(list(copied)) == 6
-    optimizer.epsilon(1e-2)
-
-
-def test_workers_and_persons(silent):
-    model, loader, optimizer = made(num_workers=1, prefetch_factor=2)
-    for batch in loader:
-        train(model, optimizer, batch)
-    optimizer.epsilon(1e-2)
-    x, y = records()[:]
-    people = fastdp.poisson_loader(
-        TensorDataset(x, y), sample_rate=0.3, steps=4, group_by=torch.arange(len(x)) // 2, max_physical_batch_size=4
-    )
-    model = network()
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
-    for batch in people:
-        train(model, optimizer, batch)
-    assert optimizer.unit == "group" and optimizer.epsilon(1e-2) > 0

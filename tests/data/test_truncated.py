@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.accounting import epsilon_of, noise_multiplier_for
+from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError
 from fastdp.sampling import max_batch_size_for, truncation
 
@@ -119,15 +119,6 @@ def test_epsilon_pays_out_of_delta(accountant: str) -> None:
         epsilon_of([(*run, -0.1)], delta, accountant)
 
 
-def test_noise_is_found_for_cut_samples() -> None:
-    asked = dict(target_epsilon=3.0, delta=1e-5, sample_rate=0.01, steps=500, accountant="rdp")
-    plain, cut = noise_multiplier_for(**asked), noise_multiplier_for(**asked, truncation=1e-10)
-    assert cut > plain
-    assert 2.9 < epsilon_of([(cut, 0.01, 500, 1e-10)], 1e-5, "rdp") <= 3.0
-    with pytest.raises(AccountingError, match="above 1e4"):
-        noise_multiplier_for(**asked, truncation=0.1)
-
-
 # --------------------------------------------------------------------------- what the loader hands out
 
 
@@ -150,28 +141,6 @@ def test_which_are_left_out_is_by_chance() -> None:
         counts[list(set(a) - set(b))] += 1
     assert counts.sum() > 1000
     assert chisquare(counts).pvalue > 1e-4
-
-
-def test_physical_batches_are_parts_of_the_cut_sample() -> None:
-    loader = fastdp.poisson_loader(TensorDataset(torch.arange(20)), sample_rate=0.3, max_batch_size=8, steps=100,
-                                   seed=1, max_physical_batch_size=3)  # fmt: skip
-    sizes, total = [], 0
-    for (rows,) in loader:
-        current = fastdp.sampling.current()
-        assert current.truncation == loader.truncation == truncation(20, 0.3, 8)
-        total += len(rows)
-        if current.final:
-            sizes.append(total)
-            total = 0
-    assert sizes == [len(rows) for rows in drawn(8, 100)]
-
-
-def test_of_persons_the_largest_number_is_of_persons() -> None:
-    keys = [k // 3 for k in range(30)]
-    loader = fastdp.poisson_loader(TensorDataset(torch.arange(30)), sample_rate=0.4, max_batch_size=6, steps=100,
-                                   group_by=keys, seed=2)  # fmt: skip
-    assert max(len(rows) for (rows,) in loader) == 18
-    assert loader.truncation == truncation(10, 0.4, 6)
 
 
 def test_sizes_that_no_epsilon_holds_for_are_refused() -> None:
@@ -216,23 +185,3 @@ def test_steps_on_cut_samples_are_counted_as_such() -> None:
     both = train(2, None, state)
     assert both.history == [(1.0, 0.1, 5, chance), (1.0, 0.1, 2)]
     assert train(1, 13, both.state_dict()).history[-1] == (1.0, 0.1, 1, truncation(40, 0.1, 13))
-
-
-def test_steps_that_a_loaded_state_does_not_hold_stay_counted() -> None:
-    optimizer, chance = train(3, 12), truncation(40, 0.1, 12)
-    with pytest.warns(UserWarning, match="3 noised step"):
-        optimizer.load_state_dict(train(2, None).state_dict())
-    assert optimizer.epsilon(1e-3) == epsilon_of([(1.0, 0.1, 3, chance), (1.0, 0.1, 2)], 1e-3)
-
-
-def test_a_recorded_step_holds_every_batch() -> None:
-    data = TensorDataset(torch.randn(200, 3), torch.randint(0, 2, (200,)))
-    size = max_batch_size_for(200, 0.05, 30, 1e-4)
-    loader = fastdp.poisson_loader(data, sample_rate=0.05, max_batch_size=size, steps=30)
-    model = nn.Linear(3, 2)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
-    step = optimizer.graphed(lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), data[:size], sizes=(size,))
-    for batch in loader:
-        step(*batch)
-    assert step.eager == 0
-    assert optimizer.epsilon(1e-4) == pytest.approx(epsilon_of([(1.0, 0.05, 30)], 1e-4), rel=1e-2)

@@ -97,24 +97,6 @@ def in_a_forward(rank: int, world: int) -> None:
     stopped(rank, world, trains(batch(rank, 3)))
 
 
-def in_an_evaluation(rank: int, world: int) -> None:
-    def run(model: nn.Module, fails: bool) -> None:
-        with torch.no_grad():
-            model(torch.full((2, 7), 10**6) if fails else batch(rank, 2))  # a word that is none, in the first layer
-        loss_of(model, batch(rank, 3)).backward()
-
-    stopped(rank, world, run, here=(IndexError, "out of range"), there=(StepError, "raised IndexError: index out"))
-
-
-def in_a_refusal(rank: int, world: int) -> None:
-    """Of fastdp's own, where a forward begins."""
-
-    def run(model: nn.Module, fails: bool) -> None:
-        loss_of(model, torch.tensor(3) if fails else batch(rank, 3)).backward()
-
-    stopped(rank, world, run, here=(StepError, "batch dim"), there=(StepError, "raised StepError.*batch dim"))
-
-
 def in_the_middle_of_a_backward(rank: int, world: int) -> None:
     def run(model: nn.Module, fails: bool) -> None:
         hook = lambda m, a, out: BadBackward.apply(out)
@@ -122,22 +104,6 @@ def in_the_middle_of_a_backward(rank: int, world: int) -> None:
         loss_of(model, batch(rank, 3)).backward()
         if handle is not None:
             handle.remove()
-
-    stopped(rank, world, run)
-
-
-def uncaught(rank: int, world: int) -> None:
-    """Between forward and backward: the process comes to its end, and hangs there."""
-
-    def run(model: nn.Module, fails: bool) -> None:
-        loss = loss_of(model, batch(rank, 3))
-        if fails:
-            try:
-                bad()
-            except ValueError as error:
-                sys.excepthook(ValueError, error, error.__traceback__)
-                raise
-        loss.backward()
 
     stopped(rank, world, run)
 
@@ -210,52 +176,10 @@ def by_all(rank: int, world: int) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
 
 
-def by_all_elsewhere(rank: int, world: int) -> None:
-    """All fail, and not at the same place: what they would gather next differs."""
-    model = sharded(build(), own_mesh(), reshard_after_forward=True)
-    optimizer = adamw(model)
-    handle = model.blocks[1 if rank == 0 else 0].register_forward_hook(bad)
-    with pytest.raises(RuntimeError if rank == 0 else ValueError):
-        loss_of(model, batch(rank, 3))
-    handle.remove()
-    with pytest.raises(StepError):
-        loss_of(model, batch(rank, 3)).backward()
-    optimizer.detach()
-
-
-class Mends(nn.Module):
-    """Its inner error is its own affair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.inner.register_forward_hook(bad)
-        self.out = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            x = self.inner(x)
-        except ValueError:
-            pass
-        return self.out(x)
-
-
-def mended(rank: int, world: int) -> None:
-    model = sharded(Mends(), own_mesh(), blocks=False)
-    optimizer = adamw(model)
-    try:
-        bad()
-    except ValueError:  # a model may well be called where an error is being handled
-        model(torch.randn(3, 4)).sum(1).mean().backward()
-    optimizer.step()
-    assert len(optimizer.history) == 1
-    optimizer.detach()
-
-
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        in_a_forward, in_an_evaluation, in_a_refusal, in_the_middle_of_a_backward, uncaught,
-        uncaught_of_copies, in_the_data, of_split_layers, by_all, by_all_elsewhere, mended,
+        in_a_forward, in_the_middle_of_a_backward,
+        uncaught_of_copies, in_the_data, of_split_layers, by_all,
     )
 }  # fmt: skip

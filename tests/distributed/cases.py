@@ -258,27 +258,11 @@ def collectives_within(rank: int, world: int) -> None:
     optimizer.detach()
 
 
-def resumed(rank: int, world: int) -> None:
-    """A checkpoint taken up by a new optimizer: the history is the same everywhere, the key a fresh one."""
-    model = build()
-    first = adamw(model)
-    loss_of(model, batch(rank, 2)).backward()
-    first.step()
-    state, key = first.state_dict(), first.noise_state()["key"]
-    first.detach()
-    second = adamw(model)
-    second.load_state_dict(state)
-    loss_of(model, batch(rank, 2)).backward()
-    second.step()
-    assert second.history == [(1.0, 0.1, 2)] and second.noise_state()["key"] != key
-    second.detach()
-
-
 OTHERS: dict[str, Any] = {
     function.__name__: function
     for function in (
         same_noise, secret_key, drop_and_count, one_refuses, one_has_no_backward, out_of_step, refused_when_made,
-        collectives_within, resumed, weights_loaded_on_one_rank, persons_apart,
+        collectives_within, weights_loaded_on_one_rank, persons_apart,
     )
 }  # fmt: skip
 CASES = {**EXACT, **OTHERS, **LOADING}

@@ -9,14 +9,10 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -85,40 +81,6 @@ def grouped(model: nn.Module, order: str) -> list[dict[str, Any]]:
     return [{"params": of[each], "lr": rates[each]} for each in order]
 
 
-def regrouped(rank: int, world: int) -> None:
-    """The first rank's whole state, loaded into groups in another order, and into others."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
-
-    def made(order: str) -> tuple[nn.Module, Any]:
-        model = sharded(build())
-        return model, adamw(model, params=grouped(model, order))
-
-    model, first = made("hno")
-    train(model, first, rank, world, 0, 2)
-    moments = {name: whole(first.state[p]["exp_avg"]) for name, p in model.named_parameters()}
-    state = get_optimizer_state_dict(model, first, options=options)
-    first.detach()
-    for order, rates in (("hno", [0.3, 0.2, 0.1]), ("onh", [0.1, 0.2, 0.3])):
-        other, optimizer = made(order)
-        set_optimizer_state_dict(other, optimizer, state if rank == 0 else {}, options=options)
-        assert optimizer.history == [(1.0, 0.1, 2)] and [g["lr"] for g in optimizer.param_groups] == rates
-        for name, p in other.named_parameters():
-            assert torch.equal(whole(optimizer.state[p]["exp_avg"]), moments[name])
-        train(other, optimizer, rank, world, 2, 3)
-        assert optimizer.history == [(1.0, 0.1, 3)]
-        optimizer.detach()
-    other, optimizer = made("hx")
-    set_optimizer_state_dict(other, optimizer, state if rank == 0 else {}, options=options)  # two groups in one
-    assert optimizer.history == [(1.0, 0.1, 2)]
-    two = get_optimizer_state_dict(other, optimizer, options=options)
-    optimizer.detach()
-    moved, optimizer = made("hno")  # and one in two: no settings are known of one of them
-    with pytest.raises(StepError, match="other groups of parameters.*nothing for group 1 of its 3"):
-        set_optimizer_state_dict(moved, optimizer, two if rank == 0 else {}, options=options)
-    assert optimizer.history == []
-    optimizer.detach()
-
-
 def laid_otherwise(rank: int, world: int) -> None:
     """Moments in parts for a whole parameter, and whole ones for parts: torch's step would fail after its noise."""
     states = []
@@ -143,4 +105,4 @@ def laid_otherwise(rank: int, world: int) -> None:
 
 
 CASES = {"saved": saved, "taken_up": taken_up}
-STATES = {"regrouped": regrouped, "laid_otherwise": laid_otherwise}
+STATES = {"laid_otherwise": laid_otherwise}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from .sharded import sharded
 
 def _dies(rank: int, agreed: bool) -> float:
     model = build()
-    optimizer = adamw(model)
+    ledger = Path(tempfile.mkdtemp()) / "ledger"
+    optimizer = adamw(model, ledger=ledger)
     loss_of(model, batch(rank, 2)).backward()
     optimizer.step()
     before, key = [p.detach().clone() for p in model.parameters()], optimizer.noise_state()
@@ -32,6 +35,7 @@ def _dies(rank: int, agreed: bool) -> float:
         optimizer.step()
     assert optimizer.history == [(1.0, 0.1, 1)] and optimizer.noise_state() == key
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert ledger.read_bytes().count(b"\n") == 1 + 2  # the first rank wrote the step ahead, before it agreed to it
     with pytest.raises(StepError, match="stopped"):  # the same noise is never drawn on other sums
         loss_of(model, batch(rank, 2)).backward()
     return time.monotonic() - begun

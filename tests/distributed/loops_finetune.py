@@ -16,7 +16,6 @@ from fastdp.errors import FastDPError
 from fastdp.finetune import batch_size, command
 from fastdp.finetune.plan import FinetuneError
 from fastdp.finetune.prepare import prepare
-from fastdp.finetune.progress import Progress
 
 from ..finetune.finetune_models import classifier, reviews
 from .parts import found, no_accelerator, shared_folder
@@ -36,23 +35,19 @@ def _job(rank: int, world: int, folder: Any = None, *more: str) -> Any:
     words += ["--eval-fraction", "0", "--batch-size", "8", "--epochs", "1.6", "--accountant", "rdp", "--device", "cpu"]
     options = parsed([*words, "--max-physical-batch-size", "5", "--out", str(folder / "out"), *more])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastdp.finetune.prepare.fit", lambda job: batch_size.Fit(5, 1.0, 1.0, 1, "given"))
+        patch.setattr("fastdp.finetune.prepare.fit", lambda job: batch_size.Fit(5, 1.0, 1, "given"))
         ready = prepare(options)
-    ready.job.out.mkdir(exist_ok=True)
+    ready.job.options.out.mkdir(exist_ok=True)
     return folder, ready.job
-
-
-def _progress(job: Any, resume: bool = False) -> Progress:
-    return Progress(job.out, 8.0, resume)
 
 
 def finetune(rank: int, world: int) -> Any:
     from fastdp.finetune.run import run
 
     _, job = _job(rank, world, None, "--seed", "7")
-    outcome = run(job, False, _progress(job))
-    assert outcome.status == "finished" and (job.out / "journal.jsonl").exists()
-    return found(job.model, [outcome.steps, outcome.lost_steps], outcome.epsilon)
+    outcome, _ = run(job, False)
+    assert outcome.status == "finished" and (job.options.out / "journal.jsonl").exists()
+    return found(job.model, [outcome.steps, outcome.lost_steps], job.plan.epsilon(outcome.steps))
 
 
 def finetune_resumed(rank: int, world: int) -> None:
@@ -62,13 +57,13 @@ def finetune_resumed(rank: int, world: int) -> None:
     folder, job = _job(rank, world, None, "--checkpoint-every", "3")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(FastDPError, match="spoilt"):
         if rank:
-            patch.setattr(run.Between, "on_step_begin", _fails_at(5))
-        run.run(job, False, _progress(job))
+            patch.setattr(run.Between, "on_step_begin", _fails_at(5), raising=False)
+        run.run(job, False)
     dist.barrier()
     _, again = _job(rank, world, folder, "--checkpoint-every", "3")
-    outcome = run.run(again, True, _progress(again, True))
+    outcome, _ = run.run(again, True)
     assert outcome.steps + outcome.lost_steps == 8 and outcome.lost_steps == 2  # the checkpoint is that of step 3
-    told = found(again.model, [outcome.steps, outcome.lost_steps], outcome.epsilon)
+    told = found(again.model, [outcome.steps, outcome.lost_steps], again.plan.epsilon(8))
     everywhere: list[Any] = [None] * world
     dist.all_gather_object(everywhere, told)
     assert everywhere[0] == everywhere[1]
@@ -76,7 +71,6 @@ def finetune_resumed(rank: int, world: int) -> None:
 
 def _fails_at(step: int) -> Any:
     def on_step_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun = 0.0
         if state.global_step == step:
             raise FinetuneError("the run is spoilt")
 
@@ -89,7 +83,7 @@ def finetune_refused(rank: int, world: int) -> None:
     def refuse(options: Namespace) -> Any:
         if rank:
             raise FinetuneError("the data is not here")
-        return Namespace(plan=Namespace(fixed=dict), job=Namespace(fingerprint={}))
+        return Namespace(job=Namespace(plan=Namespace(), fingerprint={}))
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):

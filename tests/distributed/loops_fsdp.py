@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import fastdp
 from fastdp.distributed.sharded import is_sharded
 from fastdp.errors import FastDPError, ParameterError, StepError
 
 from ..by_hand import network, records
 from .fsdp_on_cpu import allow
-from .models import adamw, single, whole
+from .models import adamw, whole
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
 
 
@@ -142,18 +141,6 @@ def trainer_sharded_files(rank: int, world: int) -> Any:
     return result
 
 
-def trainer_lora_parts(rank: int, world: int) -> Any:
-    peft = pytest.importorskip("peft")
-    from ..hf_models import gpt2
-
-    def make() -> Any:
-        torch.manual_seed(1)
-        return peft.get_peft_model(gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-
-    config = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
-    return _trained(rank, world, make, config, resumes=False, labels="next")
-
-
 def accelerated_files(rank: int, world: int) -> Any:
     """Clipping groups, and a run that is taken up from Accelerate's files, of both kinds, before its first forward."""
     results = []
@@ -181,32 +168,6 @@ def accelerated_files(rank: int, world: int) -> Any:
         private.detach()
     assert results[0] == results[1]
     return results[0]
-
-
-def accelerated_bits(rank: int, world: int) -> None:
-    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all; and 16-bit forwards."""
-    for precision in ("no", "bf16"):
-        prepared = accelerator(rank, mixed_precision=precision, **plugin(world))
-        several, one = nn.Linear(40, 31), nn.Linear(40, 31)
-        for parameter in (*several.parameters(), *one.parameters()):
-            nn.init.zeros_(parameter)
-        options = dict(lr=0.5, noise_multiplier=0.7, max_grad_norm=1e6, expected_batch_size=8, loss_reduction="sum",
-                       seed=3)  # fmt: skip
-        private = fastdp.DPAdamW(several, **options)
-        with single():
-            truth = fastdp.DPAdamW(one, **options)
-        several, optimizer = prepared.prepare(several, private)
-        for step in range(3):
-            data = torch.randint(-3, 4, (4 * world, 40), generator=torch.Generator().manual_seed(step)).float()
-            prepared.backward(several(data[rank::world]).float().sum())
-            optimizer.step()
-            with single():
-                one(data).sum().backward()
-                truth.step()
-            for p, q in zip(several.parameters(), one.parameters(), strict=True):
-                assert torch.equal(whole(p), q), precision
-        private.detach()
-        truth.detach()
 
 
 def accelerate_parts_refused(rank: int, world: int) -> None:
@@ -270,11 +231,9 @@ CASES: dict[str, Any] = {
     for case in (
         accelerated_parts,
         accelerated_files,
-        accelerated_bits,
         accelerate_parts_refused,
         trainer_parts,
         trainer_sharded_files,
-        trainer_lora_parts,
         trainer_parts_refused,
     )
 }

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -17,9 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fastdp.distributed.sharded import is_sharded
 from fastdp.errors import FastDPError, ParameterError, StepError
 
-from ..by_hand import network
 from .loops_lightning import fit, module_of
-from .models import LoRA, single
+from .models import single
 from .parts import found, loader, sgd, shared_folder
 
 
@@ -44,16 +42,6 @@ def _cut(module: Any, what: str) -> None:
     fully_shard(net if what == "net" else module, mesh=mesh)
 
 
-def _lora() -> nn.Module:
-    net = network()
-    net[0] = LoRA(net[0])
-    net.requires_grad_(False)
-    for part in (net[0].a, net[0].b):
-        part.requires_grad_(True)
-    nn.init.ones_(net[0].b.weight)
-    return net
-
-
 def _fitted(rank: int, world: int, module: Any, batches: Any, how: str = "net", **options: Any) -> Any:
     """how: what is cut; one process cuts nothing."""
     files = options.pop("files", {})
@@ -64,14 +52,13 @@ def _fitted(rank: int, world: int, module: Any, batches: Any, how: str = "net", 
 
 
 def _trains(
-    rank: int, world: int, how: str = "net", net: Any = network, manual: bool = False, part: bool = False,
+    rank: int, world: int, how: str = "net", manual: bool = False, part: bool = False,
     **options: Any,
 ) -> Any:  # fmt: skip
     """A run with validation before and between; some ranks have no sample in some batches."""
     from fastdp.lightning import DPCallback, stream
 
     module = module_of(manual, part)
-    module.net = net()
     with single():
         batches = stream(loader(4, **options))
     trainer = _fitted(rank, world, module, batches, how, callbacks=[DPCallback(delta=1e-3)])
@@ -118,8 +105,6 @@ def _joined(weights: list[list[float]]) -> torch.Tensor:
 
 def parts_refused(rank: int, world: int) -> None:
     """By name; and what one process meets, all raise."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
     from fastdp.lightning import DPCallback
 
     module = module_of()
@@ -138,16 +123,6 @@ def parts_refused(rank: int, world: int) -> None:
         with pytest.raises(StepError, match=match):
             _fitted(rank, world, module, loader(None), callbacks=[DPCallback()], **more)
         module.private.detach()
-    module = module_of(optimizer=functools.partial(sgd, momentum=0.9))
-    _fitted(rank, world, module, loader(None), max_epochs=1)
-    plain = torch.optim.SGD(module.net.parameters(), lr=0.1, momentum=0.9).state_dict()
-    state = {f"net.{name}": {"momentum_buffer": torch.zeros(p.shape)} for name, p in module.net.named_parameters()}
-    groups = [{**plain["param_groups"][0], "params": list(state)}]
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    with pytest.raises(StepError, match="without a record of privacy"):
-        set_optimizer_state_dict(module, module.private, {"state": state, "param_groups": groups}, options=options)
-    assert module.private.history == [(1.0, 0.25, 4)]
-    module.private.detach()
     module = module_of(manual=True)
     # whose connections the alarm closes; by its name it is none of the meshes that DTensors have met before
     own = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("spoilt",))
@@ -171,7 +146,6 @@ class _Spoils:
 CASES: dict[str, Any] = {
     "lightning, in parts": _trains,
     "lightning, itself in parts, manual": functools.partial(_trains, how="all", manual=True, expected_batch_size=2),
-    "lightning, a part in parts, LoRA": functools.partial(_trains, part=True, net=_lora),
     "lightning, split": functools.partial(_trains, how="split"),
     "parts_resumed": parts_resumed,
     "parts_refused": parts_refused,

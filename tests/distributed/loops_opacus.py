@@ -59,17 +59,6 @@ def _epoch(model: nn.Module, optimizer: Any, loader: Any, criterion: Any = F.cro
         optimizer.step()
 
 
-def opacus_secure(rank: int, world: int) -> None:
-    """The key of the noise is of process 0, and each process samples its share by itself."""
-    plain = network()
-    engine, model, optimizer, loader = _private(DPDDP(plain), secure=True)
-    _epoch(model, optimizer, loader)
-    boxes: list[Any] = [None] * world
-    torch.distributed.all_gather_object(boxes, ([p.tolist() for p in plain.parameters()], optimizer._noise.source.key))
-    assert boxes[0] == boxes[1]
-    model.cleanup()
-
-
 def opacus_refused(rank: int, world: int) -> None:
     with pytest.raises(NotImplementedError, match="DistributedDataParallel is not supported by make_private"):
         _private(DistributedDataParallel(network()))
@@ -104,7 +93,6 @@ CASES = {
     "opacus": _trains,
     "opacus, per layer": functools.partial(_trains, clipping="per_layer", max_grad_norm=[0.2] * 4),
     "opacus, parts": functools.partial(_trains, physical=2),
-    "opacus_secure": opacus_secure,
     "opacus_refused": opacus_refused,
 }
 warnings.filterwarnings("ignore")

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
-from torch.utils.data import DataLoader
+from torch.distributed.fsdp import fully_shard
 
-from fastdp.compat.opacus import PrivacyEngine
-from fastdp.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from fastdp.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from fastdp.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from fastdp.compat.opacus.utils.fsdp_utils import FSDP2Wrapper
 
-from ..by_hand import EXPECTED, R, network, records
-from .cases import UNEQUAL
+from ..by_hand import EXPECTED, network, records
 from .loops_opacus_fsdp_errors import CASES as ERRORS
 from .loops_opacus_fsdp_errors import private
-from .models import batch, build, single, whole
+from .models import whole
 from .parts import found, shared_folder
 
 
@@ -66,98 +56,12 @@ def _losses(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).transpose(1, 2), tokens.roll(-1, 1), reduction="none").mean(1)
 
 
-def _clipped_by_hand(model: nn.Module, tokens: Tensor, norms: list[float]) -> dict[str, Tensor]:
-    """The clipped sum of samples taken one at a time, in float64."""
-    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    for row in tokens:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        grads = torch.autograd.grad(_losses(model, row[None]).sum(), list(trained.values()), allow_unused=True)
-        norm = sum(float(g.square().sum()) for g in grads if g is not None) ** 0.5
-        norms.append(norm)
-        for name, grad in zip(trained, grads, strict=True):
-            sums[name] += 0 if grad is None else grad * min(1.0, R / norm)
-    return sums
-
-
-def exact(rank: int, world: int, kind: str = "", wrap: Any = FSDP2Wrapper, accumulate: int = 1) -> None:
-    """Norms and weights of several steps, some ranks without samples, against one process and float64 by hand."""
-    several, one, hand = wrap(build(kind)), build(kind), copy.deepcopy(build(kind)).double()
-    shared = {"noise_multiplier": 0.0, "poisson_sampling": False}
-    engine, module, optimizer, criterion, _ = private(several, **shared)
-    with single():
-        spent, *truth = private(one, "ghost", **shared)
-    for step, row in enumerate(UNEQUAL):
-        optimizer.zero_grad(), truth[1].zero_grad()
-        by_hand: dict[str, Tensor] = {}
-        for part in range(accumulate):
-            batches = [batch(1000 * step + 100 * part + r, n) for r, n in enumerate(row[:world])]
-            criterion_of(criterion, module, batches[rank]).backward()
-            norms: list[float] = []
-            for name, total in _clipped_by_hand(hand, torch.cat(batches), norms).items():
-                by_hand[name] = by_hand.get(name, 0) + total
-            with single():
-                criterion_of(truth[2], truth[0], torch.cat(batches)).backward()
-            begin = sum(row[:rank])
-            mine = module.per_sample_gradient_norms.tolist()
-            for of_all in (norms, truth[0].per_sample_gradient_norms.tolist()):
-                own = of_all[begin : begin + row[rank]]
-                assert len(own) == len(mine) and all(abs(a - b) < 1e-5 * b for a, b in zip(mine, own, strict=True))
-        with torch.no_grad():  # what this leaves gathered must not be used after the step
-            module(batch(5, 2))
-        optimizer.step()
-        assert optimizer.accumulated_iterations == accumulate
-        with single():
-            truth[1].step()
-        with torch.no_grad():
-            for name, p in hand.named_parameters():
-                if p.requires_grad:
-                    p -= by_hand[name] / (EXPECTED * accumulate)
-    for p, q, r in zip(several.parameters(), one.parameters(), hand.parameters(), strict=True):
-        assert float((whole(p) - q).abs().max()) < 1e-6
-        assert float((whole(p) - r).abs().max()) < 1e-6
-        assert not hasattr(p, "placements") or p.grad is None or p.grad.placements == p.placements
-    assert engine.accountant.history == spent.accountant.history == [(0.0, 0.25 * accumulate, len(UNEQUAL))]
-    module.cleanup()
-
-
-def criterion_of(criterion: Any, module: nn.Module, tokens: Tensor) -> Tensor:
-    out = module(tokens)
-    return criterion(out.flatten(0, 1), tokens.roll(-1, 1).flatten(), shape=out.shape)
-
-
-def only_the_root(model: nn.Module) -> nn.Module:
-    fully_shard(model)
-    return model
-
-
-def kept_for_the_backward(model: nn.Module) -> nn.Module:
-    return FSDP2Wrapper(model, reshard_after_forward=False)
-
-
-def some_left_out(model: nn.Module) -> nn.Module:
-    """Parameters that stay whole on every process."""
-    fully_shard(model, ignored_params={model.head.weight, model.places})
-    return model
-
-
 def nested(model: nn.Module) -> nn.Module:
     for block in model.blocks:
         fully_shard(block.mlp)
         fully_shard(block)
     fully_shard(model)
     return model
-
-
-def opacus_fsdp_exact(rank: int, world: int) -> None:
-    for options in (
-        {"kind": "tied"}, {"kind": "lora", "wrap": only_the_root}, {"accumulate": 2},
-        {"wrap": kept_for_the_backward}, {"kind": "derived", "wrap": nested}, {"wrap": some_left_out},
-    ):  # fmt: skip
-        try:
-            exact(rank, world, **options)
-        except Exception as problem:
-            problem.add_note(f"{options}")
-            raise
 
 
 # ---------------------------------------------------------------------- noise, states, adaptive clipping
@@ -178,54 +82,6 @@ def step(rank: int, world: int, module: nn.Module, optimizer: Any, criterion: An
     optimizer.zero_grad()
     criterion(module(x), y).backward()
     optimizer.step()
-
-
-def opacus_fsdp_bits(rank: int, world: int) -> None:
-    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all, to the last bit."""
-    for dim, kind in ((0, torch.optim.SGD), (1, torch.optim.AdamW)):
-        several, one = nn.Linear(8, 31), nn.Linear(8, 31)
-        for p in (*several.parameters(), *one.parameters()):
-            nn.init.zeros_(p)
-        fully_shard(several, shard_placement_fn=lambda p, d=dim: Shard(d) if p.dim() == 2 else None)
-        made = []
-        for model, mode in ((several, "ghost_fsdp"), (one, "ghost")):
-            with single() if mode == "ghost" else contextlib.nullcontext():
-                made.append(
-                    PrivacyEngine().make_private(
-                        module=model,
-                        optimizer=kind(model.parameters(), lr=0.5),
-                        data_loader=DataLoader(records(), 8),
-                        noise_multiplier=0.7,
-                        max_grad_norm=1e6,
-                        loss_reduction="sum",
-                        poisson_sampling=False,
-                        criterion=nn.MSELoss(reduction="sum"),
-                        grad_sample_mode=mode,
-                        noise_generator=torch.Generator().manual_seed(5),
-                    )  # fmt: skip
-                )
-        for number in range(3):
-            data = torch.randint(-3, 4, (4 * world, 8), generator=torch.Generator().manual_seed(number)).float()
-            made[0][0](data[rank::world]).sum().backward()
-            made[0][1].step()
-            with single():
-                made[1][0](data).sum().backward()
-                made[1][1].step()
-            for p, q in zip(several.parameters(), one.parameters(), strict=True):
-                assert torch.equal(whole(p), q)
-            made[0][1].zero_grad(), made[1][1].zero_grad()
-
-
-def opacus_fsdp_secure(rank: int, world: int) -> None:
-    """One key for all, and no noise twice; samples of which many shares are empty."""
-    model = FSDP2Wrapper(network())
-    engine, module, optimizer, criterion, loader = private(model, secure=True, lr=0.0)
-    epoch(module, optimizer, criterion, loader)
-    boxes: list[Any] = [None] * world
-    part = model[0].weight.grad.to_local().tolist()
-    dist.all_gather_object(boxes, (part, optimizer._noise.source.key))
-    assert boxes[0][1] == boxes[1][1] and boxes[0][0] != boxes[1][0]
-    module.cleanup()
 
 
 def opacus_fsdp_resumed(rank: int, world: int) -> None:
@@ -251,61 +107,11 @@ def opacus_fsdp_resumed(rank: int, world: int) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def opacus_fsdp_exact_with_the_rest(rank: int, world: int) -> None:
-    """HSDP, schedules, layers of several types of numbers, and clipping norms that follow the samples' norms."""
-    adaptive = {
-        "noise_multiplier": 0.3,
-        "max_grad_norm": 2.0,
-        "min_clipbound": 0.01,
-        "max_clipbound": 10.0,
-        "clipbound_learning_rate": 0.5,
-    }
-    norms: dict[str, list[float]] = {}
-
-    def follows(mode: str, module: Any, optimizer: Any) -> None:
-        norms.setdefault(mode, []).append(module.max_grad_norm)
-
-    def anneals(_: str, module: Any, optimizer: Any) -> None:
-        optimizer.noise_multiplier *= 0.9
-        optimizer.max_grad_norm *= 0.8
-
-    copies = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "parts"))
-    ways: list[tuple[str, Any, Any, Any]] = [
-        ("ghost_fsdp", functools.partial(FSDP2Wrapper, mesh=copies), {}, anneals),
-        ("ghost_fsdp", FSDP2Wrapper, adaptive, follows),
-        ("ghost", DPDDP, adaptive, follows),
-    ]
-    for mode, wrap, options, after in ways:
-        kind = PrivacyEngineAdaptiveClipping if options else PrivacyEngine
-        several, one = wrap(network()), network()
-        made = steps(rank, world, several, mode, after=functools.partial(after, mode), engine=kind(), **options)
-        with single():
-            truth = steps(0, 1, one, "ghost", after=functools.partial(after, "one"), engine=kind(), **options)
-        assert made[0].accountant.history == truth[0].accountant.history
-        for p, q in zip(several.parameters(), one.parameters(), strict=True):
-            assert float((whole(p) - q).abs().max()) < 1e-6
-        made[1].cleanup()
-    assert len(set(norms["one"])) == 3 and norms["ghost_fsdp"] == norms["ghost"] == norms["one"][:3]
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-    model = FSDP2Wrapper(plain, mp_policy=policy, opacus_high_precision_layers=(nn.LayerNorm,))
-    seen: list[torch.dtype] = []
-    for layer in plain:
-        layer.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
-    made = steps(rank, world, model, "ghost_fsdp")
-    assert seen[:3] == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-
-
 CASES: dict[str, Any] = {
     "opacus, ghost_fsdp, parts": functools.partial(trains, physical=2),
     "opacus, ghost_fsdp, sum": functools.partial(
         trains, loss_reduction="sum", criterion=nn.CrossEntropyLoss(reduction="sum")
     ),
-    "opacus_fsdp_exact": opacus_fsdp_exact,
-    "opacus_fsdp_exact_with_the_rest": opacus_fsdp_exact_with_the_rest,
-    "opacus_fsdp_bits": opacus_fsdp_bits,
-    "opacus_fsdp_secure": opacus_fsdp_secure,
     "opacus_fsdp_resumed": opacus_fsdp_resumed,
     **ERRORS,
 }

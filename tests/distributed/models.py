@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,40 +163,47 @@ def compare(
     steps: int = 3,
     extra: Any = None,
     norm: float = 0.5,
+    build: Any = build,
+    loss: Any = loss_of,
+    batch: Any = batch,
+    mesh: Any = None,
+    around: Any = contextlib.nullcontext,
     **options: Any,
 ) -> tuple[float, float, float, float]:
     """Three steps of AdamW in several processes, and in this one on the union of their batches.
 
     sizes: of each step, the number of samples of each rank. extra: of a rank, whether its batches use one layer more.
+    rank, world: of those who have samples of their own, along this mesh. around: loss and backward of the several.
+
     Returns the largest relative error of a norm, of a weight, and epsilon of both.
     """
     sizes = sizes or [[3] * world] * steps
     shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=norm, seed=5, sample_rate=0.1,
                   expected_batch_size=3 * world * accumulate, accountant="rdp", **options)  # fmt: skip
     several, one = wrap(build(kind)), build(kind)
-    optimizer = fastdp.DPAdamW(several, **shared)
+    optimizer = fastdp.DPAdamW(several, mesh=mesh, **shared)
     with single():
         truth = fastdp.DPAdamW(one, **shared)
-    worst = 0.0
+    worst, total = 0.0, {"total": True} if options.get("loss_reduction") == "sum" else {}
     for step, row in enumerate(sizes):
         for part in range(accumulate):
             batches = [batch(1000 * step + 10 * r + 100 * part, n) for r, n in enumerate(row)]
-            total = {"total": options.get("loss_reduction") == "sum"}
             uses = {} if extra is None else {"extra": extra(rank)}
-            loss_of(several, batches[rank], **total, **uses).backward()
+            with around():
+                loss(several, batches[rank], **total, **uses).backward()
             with single():
                 if extra is None:
-                    loss_of(one, torch.cat(batches), **total).backward()
+                    loss(one, torch.cat(batches), **total).backward()
                 else:
                     for r, own in enumerate(batches):
-                        loss_of(one, own, extra=extra(r)).backward()
-            if extra is None and len(batches[rank]):
+                        loss(one, own, extra=extra(r)).backward()
+            if extra is None:
                 begin = sum(row[:rank])
                 mine, theirs = optimizer.norms, truth.norms
                 groups = [(mine, theirs)] if isinstance(mine, Tensor) else [(mine[k], theirs[k]) for k in mine]
                 for a, b in groups:
-                    b = b[begin : begin + len(batches[rank])]
-                    worst = max(worst, float(((a - b).abs() / b.clamp(min=1e-3)).max()))
+                    b = b[begin : begin + row[rank]]
+                    worst = max([worst, *((a - b).abs() / b.clamp(min=1e-3)).tolist()])
         optimizer.step()
         optimizer.zero_grad()
         with single():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,8 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fastdp
-from fastdp.diagnostics import GradientDiagnostics
-from fastdp.errors import StepError
 
 from .cases import UNEQUAL
 from .loading import persons, records
@@ -77,19 +74,6 @@ def compiled_whole(rank: int, world: int) -> Any:
     return compare(rank, world, wrap=whole_of, steps=2, sizes=[row[:world] for row in UNEQUAL], sigma=1.0)
 
 
-def runs_compiled(rank: int, world: int) -> Any:
-    from fastdp.engine.compile_stance import Switches
-
-    said: list[str] = []
-    remove, Switches.remove = Switches.remove, lambda self: (said.extend(self.report()), remove(self))[1]
-    try:
-        found = compare(rank, world, wrap=compiled, steps=2)
-    finally:
-        Switches.remove = remove
-    assert any("compiled for 1 kind(s) of inputs" in line for line in said), said
-    return found
-
-
 def case(shard: Any = None, **options: Any) -> Any:
     return functools.partial(exact, shard=shard, **options)
 
@@ -128,7 +112,7 @@ EXACT: dict[str, Any] = {
     "reentrant": case(kind="reentrant", unequal=True),
     "replicated": case(dict(mesh="replicated"), unequal=True, sigma=1.0),
     "replicated, parts of one": case(dict(mesh="copies"), unequal=True, sigma=1.0),
-    "compiled": runs_compiled,
+    "compiled": functools.partial(compare, wrap=compiled, steps=2),
     "compiled as a whole": compiled_whole,
     "nested": in_nests,
     "nested, derived": functools.partial(in_nests, kind="derived"),
@@ -180,42 +164,6 @@ def alone() -> Any:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         _ALONE.append(DeviceMesh.from_group(groups[dist.get_rank()], "cpu"))
     return _ALONE[0]
-
-
-def in_a_world_of_one(rank: int, world: int) -> None:
-    """fully_shard in one process trains as the plain model does, also where it is given 16-bit weights to use."""
-    for options in ({}, {"reshard_after_forward": False}):
-        with single():
-            several, one = sharded(build("checkpointed"), alone(), **options), build("checkpointed")
-            shared = dict(noise_multiplier=1.0, seed=2, memory_budget=1, eps=1e-3)
-            optimizer, truth = adamw(several, **shared), adamw(one, **shared)
-            for step in range(3):
-                for model, own in ((several, optimizer), (one, truth)):
-                    loss_of(model, batch(step, 4)).backward()
-                    own.step()
-                assert torch.allclose(optimizer.norms, truth.norms, rtol=1e-5)
-            assert optimizer.epsilon(1e-5) == truth.epsilon(1e-5)
-            for p, q in zip(several.parameters(), one.parameters(), strict=True):
-                assert float((whole(p) - q).abs().max()) < 1e-6
-            with pytest.raises(StepError, match="graphed takes a model that is whole"):
-                optimizer.graphed(lambda m, x: loss_of(m, x))
-            with pytest.raises(StepError, match="GradientDiagnostics takes a model that is whole"):
-                GradientDiagnostics(optimizer)
-            optimizer.detach(), truth.detach()
-
-
-def gathered_once_more(rank: int, world: int) -> None:
-    """What a block that runs again, and a weight made of others, need at the end of a backward is gathered by all
-    ranks, also by one without samples: it needs none of it."""
-    for kind, budget, norms_too in (("checkpointed", 1, False), ("derived", None, True)):
-        optimizer = adamw(model := sharded(build(kind), reshard_after_forward=True), memory_budget=budget)
-        loss_of(model, batch(rank, 3 if rank == 0 else 0)).backward()
-        needed = optimizer._privacy.sums._needed
-        assert [len(for_sums) for _, for_sums in needed] == [1, 1, 0][: len(needed)]  # the last block first
-        assert [len(for_norms) for for_norms, _ in needed] == ([1, 1, 0] if norms_too else [0, 0, 0])[: len(needed)]
-        assert ("two backwards" in optimizer.explain()) == (budget is not None and rank == 0)
-        optimizer.step()
-        optimizer.detach()
 
 
 def mixed_precision(rank: int, world: int) -> None:
@@ -285,8 +233,6 @@ OTHERS: dict[str, Any] = {
     for function in (
         same_noise,
         optimizers,
-        in_a_world_of_one,
-        gathered_once_more,
         mixed_precision,
         in_order,
         in_order_by_persons,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,24 +45,6 @@ def nothing_stale(rank: int, world: int) -> None:
             assert float((whole(p) - q).abs().max()) < 1e-6
         optimizer.detach()
         truth.detach()
-
-
-def taken_off(rank: int, world: int) -> None:
-    """detach() gives fully_shard back its own sums, and a new optimizer can be made of the same model."""
-    model = sharded(build())
-    for _ in range(2):
-        optimizer = adamw(model)
-        loss_of(model, batch(rank, 2)).backward()
-        assert all(p.grad is None for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.detach()
-    loss_of(model, batch(rank, 2)).backward()
-    plain = build()
-    plain.load_state_dict({name: whole(p) for name, p in model.state_dict().items()})
-    loss_of(plain, torch.cat([batch(r, 2) for r in range(world)])).backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None and q.grad is None) or torch.allclose(whole(p.grad), q.grad, atol=1e-6)
 
 
 def one_refuses(rank: int, world: int) -> None:
@@ -132,24 +113,6 @@ def used_out_of_sight(rank: int, world: int) -> None:
             (loss + model.scale.sum() if rank == 0 else loss).backward()
         assert model.scale.grad is None
         optimizer.detach()
-
-
-def collectives_within(rank: int, world: int) -> None:
-    """fully_shard's own do not count, those of others do."""
-    model = sharded(build())
-    optimizer = adamw(model)
-    for step in range(2):
-        loss_of(model, batch(rank, 3)).backward()
-        optimizer.step()
-        dist.all_reduce(torch.ones(1))
-        with torch.no_grad():
-            model(batch(step, 2))
-        dist.all_reduce(torch.ones(1))
-    with pytest.raises(StepError, match="a collective of torch.distributed"):
-        loss = loss_of(model, batch(rank, 3))
-        dist.all_reduce(torch.ones(1))
-        loss.backward()
-    optimizer.detach()
 
 
 def refused(rank: int, world: int) -> None:
@@ -225,7 +188,7 @@ def changed_since(rank: int, world: int) -> None:
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        nothing_stale, taken_off, one_refuses, one_cannot_clip, used_out_of_sight, collectives_within, refused,
+        nothing_stale, one_refuses, one_cannot_clip, used_out_of_sight, refused,
         changed_since,
     )
 }  # fmt: skip

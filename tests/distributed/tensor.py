@@ -13,9 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-import fastdp
-
-from .models import single, whole
+from .models import compare
 from .tensor_errors import OTHERS
 from .tensor_hf import CASES as WITH_TRANSFORMERS
 from .tensor_hf import EXACT as OF_TRANSFORMERS
@@ -27,59 +25,32 @@ def batch(number: int, size: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens)
-    targets = tokens.roll(-1, 1)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
+    return loss if len(tokens) else loss.nan_to_num() * 0
 
 
 def exact(
-    rank: int, world: int, how: str = "", kind: str = "", copies: int = 1, shard: bool = False, sigma: float = 0.0,
-    accumulate: int = 1, steps: int = 2, unequal: bool = False, **options: Any,
+    rank: int, world: int, how: str = "", kind: str = "", copies: int = 1, shard: bool = False, unequal: bool = False,
+    **options: Any,
 ) -> tuple[float, float, float, float]:  # fmt: skip
-    """Steps of AdamW on a split model, and in one process on the union of the copies' batches.
+    """Steps of a split model, and of one process on the union of the copies' batches.
 
     copies: of the split model, each with samples of its own; shard: they are cut by fully_shard.
-    Returns the largest relative error of a norm, of a weight, and epsilon of both.
     """
     mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("dp", "tp"))
-    several, one = freeze(split(build(kind), mesh["tp"], how), kind), build(kind)
-    if shard:
-        for block in several.blocks:
+
+    def wrap(model: nn.Module) -> nn.Module:
+        several = freeze(split(model, mesh["tp"], how), kind)
+        for block in several.blocks if shard else ():
             fully_shard(block, mesh=mesh["dp"])
-        fully_shard(several, mesh=mesh["dp"])
-    options = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=0.5, seed=5, sample_rate=0.1,
-                   expected_batch_size=3 * copies * accumulate, accountant="rdp", **options)  # fmt: skip
-    optimizer = fastdp.DPAdamW(several, mesh=mesh["dp"] if copies > 1 else None, **options)
-    with single():
-        truth = fastdp.DPAdamW(one, **options)
-    copy, worst = mesh["dp"].get_local_rank(), 0.0
-    for step in range(steps):
-        for part in range(accumulate):
-            sizes = [[5, 0], [2, 4], [0, 3]][step][:copies] if unequal else [3] * copies
-            batches = [batch(1000 * step + 10 * c + 100 * part, n) for c, n in enumerate(sizes)]
-            with loss_parallel() if "loss" in how else contextlib.nullcontext():
-                mine = loss_of(several, batches[copy])
-                (mine if len(batches[copy]) else mine.nan_to_num() * 0).backward()
-            with single():
-                loss_of(one, torch.cat(batches)).backward()
-            begin = sum(sizes[:copy])
-            for a, b in zip(_each(optimizer.norms), _each(truth.norms), strict=True):
-                b = b[begin : begin + sizes[copy]]
-                worst = max([worst, *((a - b).abs() / b.clamp(min=1e-3)).tolist()])
-        optimizer.step()
-        optimizer.zero_grad()
-        with single():
-            truth.step()
-        truth.zero_grad()
-    error = max(float((whole(p) - q).abs().max()) for p, q in zip(several.parameters(), one.parameters(), strict=True))
-    found = worst, error, optimizer.epsilon(1e-5) if sigma else 0.0, truth.epsilon(1e-5) if sigma else 0.0
-    optimizer.detach()
-    truth.detach()
-    return found
+        return fully_shard(several, mesh=mesh["dp"]) if shard else several
 
-
-def _each(norms: Any) -> list[Tensor]:
-    return [norms] if isinstance(norms, Tensor) else list(norms.values())
+    sizes = [[5, 0], [2, 4]] if unequal else [[3] * copies] * 2
+    return compare(
+        mesh["dp"].get_local_rank(), copies, kind, sizes, wrap, build=build, loss=loss_of, batch=batch,
+        mesh=mesh["dp"] if copies > 1 else None,
+        around=loss_parallel if "loss" in how else contextlib.nullcontext, **options,
+    )  # fmt: skip
 
 
 def case(**options: Any) -> Any:

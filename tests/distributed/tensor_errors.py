@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import _attention, context_parallel
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import _attention
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -250,20 +250,7 @@ def refused_by_sums(rank: int, world: int) -> None:
     optimizer.detach()
 
 
-def context_parallelism(rank: int, world: int) -> None:
-    """In a world where tensor parallelism is allowed, parts of the sequence by context_parallel are still refused."""
-    mesh = tensor_mesh()["tp"]
-    model = split(build(), mesh)
-    optimizer = adamw(model)
-    given = tokens(size=2).repeat(1, 2)
-    with context_parallel(mesh, buffers=[given], buffer_seq_dims=[1]):
-        with pytest.raises(StepError, match="Context parallelism is not supported"):
-            loss_of(model, given).backward()
-    optimizer.detach()
-    assert isinstance(next(model.blocks[0].attention.parameters()), DTensor)
-
-
 OTHERS: dict[str, Any] = {
     function.__name__: function
-    for function in (same_noise, records, refused_when_made, refused_in_a_forward, refused_by_sums, context_parallelism)
+    for function in (same_noise, records, refused_when_made, refused_in_a_forward, refused_by_sums)
 }

@@ -57,7 +57,7 @@ def test_noise_by_runs_is_that_of_the_whole(in_vain, monkeypatch):
     whole = noise.add_scaled_(total.clone(), 0.7, 0.3, 5)
     for rank in range(3):
         part = Part(total.shape, 1, rank, 3)
-        for inner in (None, Part(part.local_shape, 0, 1, 2)):
+        for inner in (None, Part(part.box.local_shape, 0, 1, 2)):
             place = placed_within(part, inner)
             rows = slice(None) if inner is None else slice(inner.low, inner.high)
             parameter = torch.nn.Parameter(total[rows, part.low : part.high].clone())

@@ -110,7 +110,7 @@ def norms(m: Layers, x: Tensor) -> Tensor:
 
 def hooked(m: Layers, x: Tensor) -> Tensor:
     h = m.b(m.a(x))
-    h.register_hook(lambda g: g * 0.5)
+    h.register_hook(lambda g: None)
     return m.c(torch.relu(h))
 
 

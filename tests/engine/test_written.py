@@ -76,7 +76,7 @@ def test_a_hook_that_writes_into_a_gradient_that_is_held() -> None:
         y.register_hook(lambda g: g.mul_(0.3))
         return y
 
-    assert_refused(model, torch.randn(B, D), square, "in place", StepError)
+    assert_refused(model, torch.randn(B, D), square, "a hook", SampleMixingError)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -14,6 +14,9 @@ tokenizers = pytest.importorskip("tokenizers")
 from fastdp.__main__ import parser  # noqa: E402
 from fastdp.finetune.command import main  # noqa: E402
 
+# gdp is computed at once; prv, the default, takes seconds
+QUICK = ("--epochs", 0.5, "--batch-size", 8, "--epsilon", 8, "--device", "cpu", "--max-physical-batch-size", 8,
+         "--accountant", "gdp")  # fmt: skip
 WORDS = "good bad fine awful film plot actor scene very not".split()
 
 
@@ -88,6 +91,14 @@ def options_of(*words):
 def command(*words):
     """The exit code of `python -m fastdp finetune WORDS`."""
     return main(options_of(*words))
+
+
+def refused(capsys, *words):
+    """The message of a run that ends with 1 and without a traceback."""
+    assert command(*words) == 1
+    found = capsys.readouterr()
+    assert "Traceback" not in found.err and "fastdp finetune: " in found.err
+    return found.err
 
 
 def card_of(out):

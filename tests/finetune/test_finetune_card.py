@@ -1,11 +1,16 @@
-"""What the card states, what the options default to, and that the page of the command lists them all."""
+"""What the card states and leaves out, its schema, hashes and warnings; defaults; when nothing was learnt."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import hmac
 import json
 import math
 import re
+import stat
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -15,13 +20,20 @@ import torch
 import fastdp
 from fastdp.__main__ import parser
 from fastdp.accounting import epsilon_of
-from fastdp.finetune import preflight
-from fastdp.finetune.card import guess_of, make_card, write_card
+from fastdp.finetune import outputs, preflight
+from fastdp.finetune.card import guess_of, make_card, markdown, write_card
+from fastdp.finetune.figures import Simple
 from fastdp.finetune.options import default_batch, default_delta
 from fastdp.finetune.plan import Outcome, Plan
-from fastdp.finetune.plots import in_text, write_plots
+from fastdp.finetune.verdict import advice, nothing_learnt
 from fastdp.utils.formatting import at_most, duration, size
 
+from .finetune_models import QUICK, card_of, classifier, command, options_of, reviews
+
+ROOT = Path(fastdp.__file__).parent
+SCHEMA = json.loads((ROOT / "finetune" / "privacy_card.schema.json").read_text())
+TYPES = {"string": str, "number": (int, float), "integer": int, "boolean": bool, "object": dict, "array": list,
+         "null": type(None)}  # fmt: skip
 PLAN = dict(
     noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=10, steps=20, lr=0.1, new_lr=0.1, delta=1e-4,
     target_epsilon=4.0, accountant="rdp",
@@ -31,37 +43,57 @@ PLAN = dict(
 def card(steps=20, lost=0, status="finished", group=None, evaluated="split", labels="data", adapters=False, units=None,
          **plan):  # fmt: skip
     return make_card(
-        model="m", task="classify", plan=Plan(**{**PLAN, **plan}), outcome=Outcome(status, steps, 0.0, lost),
-        target=4.0, trained="1 of 1 parameters", group=group, evaluated=evaluated, labels=labels, adapters=adapters,
-        units=units,
+        model="m", task="classify", plan=Plan(**{**PLAN, **plan}), outcome=Outcome(status, steps, lost),
+        trained="1 of 1 parameters", group=group, evaluated=evaluated, labels=labels, adapters=adapters, units=units,
     )  # fmt: skip
+
+
+def check(found):
+    """That a card has the schema's names, types, words and patterns (jsonschema is not among the test packages)."""
+    found = json.loads(json.dumps(found))
+    assert set(found) == set(SCHEMA["properties"]) == set(SCHEMA["required"])
+    for name, rule in SCHEMA["properties"].items():
+        kinds = rule.get("type", list(TYPES))
+        value, kinds = found[name], [kinds] if isinstance(kinds, str) else kinds
+        assert isinstance(value, tuple(TYPES[kind] for kind in kinds if kind == "null" or kind in TYPES)), name
+        assert value in rule.get("enum", [value]) and value == rule.get("const", value), name
+        assert not isinstance(value, str) or re.search(rule.get("pattern", ""), value), name
 
 
 def test_steps_lost_in_a_crash_are_paid_for():
     whole, crashed = card(), card(17, 3, "budget")
-    assert crashed.epsilon == whole.epsilon == epsilon_of([(1.0, 0.1, 20)], 1e-4, "rdp")
-    assert crashed.history == [(1.0, 0.1, 20)] and "3 lost in crashes" in crashed.markdown()
-    assert card(17).epsilon < whole.epsilon
-    assert card(0).epsilon == 0 and card(0).history == []
+    assert crashed["epsilon"] == whole["epsilon"] == epsilon_of([(1.0, 0.1, 20)], 1e-4, "rdp")
+    assert crashed["history"] == [(1.0, 0.1, 20)] and "3 lost in crashes" in markdown(crashed)
+    assert card(17)["epsilon"] < whole["epsilon"] and card(0)["epsilon"] == 0 and card(0)["history"] == []
 
 
 def test_what_it_says_depends_on_the_run(tmp_path):
-    page = card().markdown()
+    page = markdown(card())
     assert "NO GUARANTEE" not in page and "set of labels" in page and "Held-out records of DATA" in page
-    assert "one record added or removed" in page and "secret key" in page
+    assert "one record added or removed" in page and "secret key" in page and "Several records of one person" in page
     released = page.split("## Released")[1].split("##")[0]  # checkpoints hold the history and a count, too
     assert "not what lies there beside them" in released and "not finite" in released and "evaluations" in released
-    page = card(seed=1, labels="given", evaluated="").markdown()
+    page = markdown(card(seed=1, labels="given", evaluated=""))
     assert "**NO GUARANTEE**" in page and "--seed 1" in page and "secret key" not in page
-    assert "set of labels" not in page and "Held-out" not in page
-    page = card(group="user", max_records_per_group=3, evaluated="file", adapters=True).markdown()
+    assert "set of labels" not in page and "Held-out" not in page and "(this model)" not in page
+    page = markdown(card(group="user", max_records_per_group=3, evaluated="file", adapters=True))
     assert "'user'" in page and "at most 3 of them in a step" in page and "--eval" in page and "adapters" in page
-    found = card(accountant="gdp")
-    assert "**NO PROVEN BOUND**" in found.markdown() and not found.guaranteed and card().guaranteed
-    assert "**NO GUARANTEE**" in card(accountant="gdp", seed=1).markdown()
+    assert "Several records of one person" not in page
+    assert "**NO PROVEN BOUND**" in markdown(card(accountant="gdp"))
+    assert "**NO GUARANTEE**" in markdown(card(accountant="gdp", seed=1))
+    for found in (card(0), card(seed=1), card(accountant="gdp"), card(17, 3, "budget"), card(units=50)):
+        check(found)
     write_card(card(), tmp_path)
-    kept = json.loads((tmp_path / "privacy_card.json").read_text())
-    assert kept["epsilon"] == card().epsilon and kept["recompute"] in (tmp_path / "privacy_card.md").read_text()
+    assert card()["recompute"] in (tmp_path / "privacy_card.md").read_text()
+
+
+@pytest.mark.parametrize("plan", [{"seed": 1}, {"accountant": "gdp"}])
+def test_without_a_guarantee_nothing_is_promised(plan):
+    found = card(**plan)
+    page = markdown(found)
+    assert "In words" not in page and "probability of at most" not in page and "The guarantee covers" not in page
+    assert "Do not give this model away as a private one" in page and "**Warning**: nothing is guaranteed" in page
+    assert found["guess"] == 1.0 and found["strength"] == "none" and found["warnings"] and not found["guaranteed"]
 
 
 def test_bounds_are_never_said_too_small():
@@ -71,57 +103,47 @@ def test_bounds_are_never_said_too_small():
     ]  # fmt: skip
     for noise in (0.7, 0.8, 0.9, 1.0, 1.1):
         found = card(noise_multiplier=noise, delta=1.23456749e-5)
-        page = found.markdown()
+        page, e = markdown(found), math.exp(found["epsilon"])
         epsilon, delta = re.search(r"\*\*\((\S+), (\S+)\)-differential privacy", page).groups()
         row = re.search(r"epsilon spent \| (\S+)", page)[1]
         guess = re.search(r"probability of at most (\S+) %", page)[1]
-        assert float(epsilon) >= found.epsilon and float(row) >= found.epsilon and float(delta) >= found.delta
-        assert float(guess) >= 100 * found.guess
+        assert found["guess"] == pytest.approx((e + found["delta"]) / (1 + e)) and 0.5 < found["guess"] < 1
+        assert float(epsilon) >= found["epsilon"] and float(row) >= found["epsilon"] and float(delta) >= found["delta"]
+        assert float(guess) >= 100 * found["guess"]
     for bound, epsilon in (("73.2 %", 1.0), ("99.996 %", 10.0)):
         assert f"{bound} |" in page and float(bound[:-2]) >= 100 * guess_of(epsilon, 0.0)
 
 
-@pytest.mark.parametrize("plan", [{"seed": 1}, {"accountant": "gdp"}])
-def test_without_a_guarantee_nothing_is_promised(plan):
-    found = card(**plan)
-    page, kept = found.markdown(), json.loads(found.as_json())
-    assert "In words" not in page and "probability of at most" not in page and "The guarantee covers" not in page
-    assert "Do not give this model away as a private one" in page and "**Warning**: nothing is guaranteed" in page
-    assert kept["guess"] == 1.0 and kept["strength"] == "none" and kept["warnings"]
+def test_what_is_weak_is_warned_of():
+    weak = card(noise_multiplier=0.3, units=50, delta=5e-3)
+    assert [line.split()[0] for line in weak["warnings"]] == ["epsilon", "delta"] and weak["strength"] == "weak"
+    assert markdown(weak).count("> **Warning**") == 2 and "above 10 (this model)" in markdown(weak)
+    assert card(units=50, delta=1e-3)["warnings"] == [] and card()["strength"] == "moderate"
+    assert card(noise_multiplier=20.0)["strength"] == "strong"
 
 
-def test_the_bound_on_guesses():
-    found = card()
-    e = math.exp(found.epsilon)
-    assert found.guess == pytest.approx((e + found.delta) / (1 + e)) and 0.5 < found.guess < 1
-
-
-@pytest.mark.parametrize("count, delta", [(10, 1e-2), (6920, 1e-5), (10_000, 1e-5), (10_001, 9e-6), (30, 3e-3)])
-def test_default_delta(count, delta):
-    assert default_delta(count) == delta <= 1 / (10 * count) * (1 + 1e-9)
-
-
-def test_default_batch():
-    assert [default_batch(n) for n in (3, 100, 6920, 10**6)] == [3, 16, 512, 2048]
+@pytest.mark.parametrize(
+    "count, delta, batch",
+    [
+        (10, 1e-2, 10),
+        (100, 1e-3, 16),
+        (6920, 1e-5, 512),
+        (10_000, 1e-5, 1024),
+        (10_001, 9e-6, 1024),
+        (10**6, 1e-7, 2048),
+    ],
+)
+def test_defaults(count, delta, batch):
+    assert default_delta(count) == delta <= 1 / (10 * count) * (1 + 1e-9) and default_batch(count) == batch
 
 
 def test_the_page_lists_every_option():
-    page = (Path(__file__).parent.parent.parent / "docs" / "finetune_command.md").read_text()
+    page = (ROOT.parent / "docs" / "finetune_command.md").read_text()
     table = page.split("## Options")[1].split("## ")[0]
     (commands,) = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
     flags = [flag for action in commands.choices["finetune"]._actions for flag in action.option_strings]
     missing = [flag for flag in flags if f"`{flag}" not in table and flag not in ("-h", "--help")]
-    assert not missing
-    assert all(action.help for action in commands.choices["finetune"]._actions)
-
-
-def test_without_matplotlib_the_plot_is_text(tmp_path, monkeypatch):
-    rows = {0: {"accuracy": 0.5}, 1: {"loss": 0.7, "epsilon": 1.0}, 2: {"loss": 0.35, "epsilon": 1.5, "accuracy": 0.8}}
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert write_plots(tmp_path, rows, "classify", None, 2.0) == ["training.txt"]
-    text = (tmp_path / "training.txt").read_text()
-    assert "#" * 40 in text and "step 2: accuracy 0.8" in text
-    assert in_text({}, "lm") == "no step was made\n"
+    assert not missing and all(action.help for action in commands.choices["finetune"]._actions)
 
 
 def test_numbers_in_words():
@@ -131,17 +153,8 @@ def test_numbers_in_words():
 
 def test_the_check_sees_what_lies_behind_zeros(monkeypatch):
     """LoRA's first factors have no gradient while the second are zero; nothing of that stays in the model."""
-
-    class Adapted(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
-            torch.nn.init.zeros_(self.second.weight)
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    model, seen = Adapted(), []
+    model, seen = torch.nn.Sequential(torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 3, bias=False)), []
+    torch.nn.init.zeros_(model[1].weight)
 
     def verify(*args, **options):
         seen.append(fastdp.verify(*args, **options))
@@ -149,8 +162,86 @@ def test_the_check_sees_what_lies_behind_zeros(monkeypatch):
 
     monkeypatch.setattr(preflight, "verify", verify)
     job = types.SimpleNamespace(
-        model=model, data=range(9), length=lambda i: i, batch=lambda places: {"x": torch.randn(len(places), 4)},
+        model=model, data=range(9), lengths=range(9), batch=lambda places: {"x": torch.randn(len(places), 4)},
         loss=lambda m, batch: m(batch["x"]).square().sum(1).mean(),
     )  # fmt: skip
-    line = preflight.check(job)
-    assert "exact" in line and seen[0].untested == [] and not model.second.weight.any()
+    assert "exact" in preflight.check(job) and seen[0].untested == [] and not model[1].weight.any()
+
+
+# ---------------------------------------------------------------------- of a run
+
+
+def test_a_runs_card_its_hashes_and_what_is_left_out(tmp_path, capsys):
+    """Nothing in it tells of the data: neither its hash, nor figures; only a commitment whose key the owner keeps."""
+    model, data, out = classifier(tmp_path / "bert"), reviews(tmp_path / "reviews.csv"), tmp_path / "out"
+    words = (model, data, "--task", "classify", "--labels", "neg,pos", "--out", out, *QUICK)
+    assert command(*words, "--dry-run", "--epsilon", 20, "--delta", 0.02) == 0
+    assert capsys.readouterr().out.count("Warning: ") == 2  # before anything is spent
+    words = (*words, "--delta", 1e-3, "--epsilon", 2)
+    assert command(*words, "--responsible", "A. Person <a@b.c> | team") == 0
+    found, page = card_of(out), (out / "privacy_card.md").read_text()
+    check(found)
+    assert found["steps"] == (out / "journal.jsonl").read_text().count('"digest"') == found["history"][0][2]
+    assert found["sample_rate"] == pytest.approx(8 / 36, rel=0.3) and found["epsilon"] <= 2 < found["epsilon"] + 0.1
+    run = subprocess.run([sys.executable, "-c", found["recompute"]], capture_output=True, text=True, check=True)
+    assert float(run.stdout) == pytest.approx(found["epsilon"], rel=1e-9) and found["recompute"] in page
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (out / "model").iterdir()}
+    weights = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    assert found["released_files"] == hashes and found["base_model"]["files"]["model.safetensors"] == weights
+    assert hashes["model.safetensors"] in page and weights in page and found["data_commitment"] in page
+    assert found["begun"] <= found["finished"] and found["finished"].startswith(found["date"][:4])
+    assert found["verified"] == {"result": "exact", "records": 4, "tolerance": 1e-4}
+    assert r"A. Person &lt;a@b.c&gt; \| team" in page and str(tmp_path) not in page and "set of labels" not in page
+    digest, kept = hashlib.sha256(data.read_bytes()).hexdigest(), json.loads((out / outputs.COMMITMENT).read_text())
+    public = (out / "privacy_card.json").read_text() + page
+    assert kept["files"] == {"reviews.csv": digest} and digest not in public and kept["key"] not in public
+    assert stat.S_IMODE((out / outputs.COMMITMENT).stat().st_mode) == 0o600
+    key, files = bytes.fromhex(kept["key"]), json.dumps(kept["files"], sort_keys=True)
+    assert found["data_commitment"] == hmac.new(key, files.encode(), "sha256").hexdigest()
+    errors = re.findall(r"relative errors: norms (\S+),", (out / "plan.txt").read_text())
+    assert errors and errors[0] not in public and "accuracy" not in str(found.keys())
+    assert command(*words, "--resume") == 0  # who is responsible may change
+    after = card_of(out)
+    same = ("data_commitment", "begun", "finished", "released_files", "history")
+    assert after["responsible"] is None and all(after[name] == found[name] for name in same)
+    assert outputs.commit(tmp_path, kept["files"]) != found["data_commitment"]  # another run has another key
+
+
+# ---------------------------------------------------------------------- what was learnt
+
+
+HALF = Simple(0.5, "the share of the most frequent label", 100)
+
+
+@pytest.mark.parametrize("task, figures, simple, learnt", [
+    ("classify", [{"accuracy": 0.5}, {"accuracy": 0.54}], HALF, False),  # within a standard error, 0.05
+    ("classify", [{"accuracy": 0.5}, {"accuracy": 0.56}], HALF, True),
+    ("regression", [{"r2": -3.0}, {"r2": -0.1}], Simple(0.0, "R2 of the mean", 9), False),
+    ("regression", [{"r2": -3.0}, {"r2": 0.1}], Simple(0.0, "R2 of the mean", 9), True),
+    ("tokens", [{"f1": 0.0}, {"f1": 0.0}], Simple(0.0, "F1 of the tag 'O'", 9), False),
+    ("lm", [{"perplexity": 20.0}, {"perplexity": 21.0}], None, False),
+    ("lm", [{"perplexity": 20.0}, {"perplexity": 19.0}], None, True),
+    ("seq2seq", [{"token_accuracy": 0.2}, {"token_accuracy": 0.2}], None, False),
+    ("classify", [{"accuracy": float("nan")}], HALF, False),
+    ("classify", [{"accuracy": 1.0}], Simple(1.0, "all alike", 9), True),
+    ("classify", [{"loss": 1.0}], None, True),  # not known
+    ("lm", [{"perplexity": 20.0}], None, True),
+])  # fmt: skip
+def test_what_counts_as_learnt(task, figures, simple, learnt):
+    assert (nothing_learnt(task, figures, simple) == "") == learnt
+
+
+BIG = dict(sample_rate=0.5, expected_batch_size=500)
+
+
+@pytest.mark.parametrize("words, share, changes, tries", [
+    ((), 1.0, {}, ["--batch-size 400", "--lora 8"]),
+    (("--lora", 4), 0.01, {}, ["--batch-size 400", "--lr 0.003"]), ((), 1.0, BIG, ["--lora 8", "--lr 0.003"]),
+    (("--epsilon", 1), 0.1, BIG, ["--epsilon 4", "--lr 0.003"]), ((), 0.1, BIG, ["--lr 0.003", "--epochs 12"]),
+    ((), 1.0, {"clipping": "automatic"}, ["--batch-size 400", "--clipping local"]),
+])  # fmt: skip
+def test_what_to_try_depends_on_the_run(words, share, changes, tries):
+    plan = Plan(**{**PLAN, "expected_batch_size": 100, "steps": 30, "lr": 1e-3} | changes)
+    options = options_of("m", "d", "--task", "lm", "--epsilon", 8, *words)
+    said = advice("x", types.SimpleNamespace(plan=plan, options=options), 1000, share).splitlines()
+    assert [line.strip().split(":")[0].split(",")[0] for line in said if line.startswith("  --")] == tries

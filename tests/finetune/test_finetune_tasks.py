@@ -1,4 +1,4 @@
-"""Numbers, sets of labels, tags, targets and preferences: each from its file to its model, one loss a record."""
+"""Numbers, sets of labels, tags, targets and preferences: a run of each, its loss by hand, its figures."""
 
 from __future__ import annotations
 
@@ -8,34 +8,31 @@ import pytest
 import torch
 
 from fastdp.finetune import figures
-from fastdp.finetune.encode import Collate, Encoded, encode
-from fastdp.finetune.plan import FinetuneError
+from fastdp.finetune.encode import Collate, encode
+from fastdp.finetune.losses import losses_of, reference_of
 from fastdp.finetune.records import load_data
-from fastdp.finetune.task_losses import answer_scores, losses_of, reference_of
 
 from .finetune_models import (
+    QUICK,
     card_of,
     classifier,
     command,
     language_model,
     options_of,
+    refused,
     texts,
     tokenizer_of,
     transformers,
     writer,
 )
-from .test_finetune_command import QUICK, refused
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
 
-COUNT = 40
 
-
-def table_of(path, task):
+def table_of(path, task, count=40):
     """A file for a task, as people have them."""
-    found, labels = texts(COUNT)
     rows = []
-    for i, (text, label) in enumerate(zip(found, labels, strict=True)):
+    for i, (text, label) in enumerate(zip(*texts(count), strict=True)):
         words = text.split()
         rows.append({
             "regression": {"text": text, "stars": 1 + i % 5},
@@ -74,152 +71,32 @@ def test_a_run_of_each_task(tmp_path, capsys, task):
     assert card_of(out)["task"] == task and card_of(out)["steps"] > 0
     if "--lora" in more:
         assert (out / "model" / "adapter_config.json").exists()
-    else:
-        found = getattr(transformers, kind).from_pretrained(out / "model")
-        before = getattr(transformers, kind).from_pretrained(model)
-        assert any(not torch.equal(p, q) for p, q in zip(found.parameters(), before.parameters(), strict=True)
-                   if p.shape == q.shape)  # fmt: skip
+        return
+    found, before = (getattr(transformers, kind).from_pretrained(place) for place in (out / "model", model))
+    assert any(not torch.equal(p, q) for p, q in zip(found.parameters(), before.parameters(), strict=True)
+               if p.shape == q.shape)  # fmt: skip
     if task == "tokens":
         assert found.config.id2label == {0: "B-X", 1: "O"}
     if task == "regression":
-        assert found.config.num_labels == 1 and found.config.problem_type == "regression"
+        assert found.config.problem_type == "regression" and found.config.label_range == [1, 5]
+        said = refused(capsys, model, data, *words[:4], "--eval-fraction", 0.3, *QUICK, "--resume")
+        assert "--label-range: was 1.0,5.0, now not given" in said
 
 
-@pytest.mark.parametrize("task", ["preference", "seq2seq"])
-def test_a_run_that_is_resumed_is_the_one_that_would_have_been(tmp_path, task, monkeypatch):
-    from fastdp.finetune.run import Trainer
-
-    model, data, weights = model_for(tmp_path / "m", task), table_of(tmp_path / "d.jsonl", task), []
-    words = ("--task", task, "--seed", 1, "--checkpoint-every", 1, *QUICK[2:], "--epochs", 1, "--out")
-    assert command(model, data, *words, tmp_path / "whole") == 0
-    saved = Trainer._save_checkpoint
-
-    def full(self, *arguments):
-        saved(self, *arguments)
-        if self.state.global_step == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
-    assert command(model, data, *words, tmp_path / "part") == 130
-    monkeypatch.setattr(Trainer, "_save_checkpoint", saved)
-    assert command(model, data, *words, tmp_path / "part", "--resume") == 0
-    for name in ("whole", "part"):
-        weights.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-
-
-# ---------------------------------------------------------------------- what is read
-
-
-def load(path, task, *words):
-    return load_data(options_of("m", path, "--task", task, "--epsilon", 1, "--eval-fraction", 0, *words))
-
-
-def written(path, text):
-    path.write_text(text)
-    return path
-
-
-def test_numbers_and_their_range(tmp_path):
-    path = written(tmp_path / "a.csv", "text,rating\na,1\nb,2.5\nc,5\n")
-    assert load(path, "regression").train.labels == [1.0, 2.5, 5.0]
-    assert load(path, "regression", "--label-range", "1,5").train.labels == [-1.0, -0.25, 1.0]
-    with pytest.raises(FinetuneError, match="line 4: the label 5 is outside --label-range 1,4"):
-        load(path, "regression", "--label-range", "1,4")
-    for cell, words in (("nan", "no label"), ("many", "'many' is no number"), ("inf", "not finite"), ("", "no label")):
-        with pytest.raises(FinetuneError, match=f"line 3: .*{words}"):
-            load(written(tmp_path / "b.csv", f"text,rating\na,1\nb,{cell}\nc,2\n"), "regression")
-    with pytest.raises(FinetuneError, match="same number"):
-        load(written(tmp_path / "c.csv", "text,rating\na,1\nb,1\n"), "regression")
-    many = written(tmp_path / "d.csv", "text,price\n" + "".join(f"t {i},{i}\n" for i in range(50)))
-    with pytest.raises(FinetuneError, match="50 different values.*--task regression"):
-        load(many, "classify")
-    with pytest.raises(FinetuneError, match="fraction.*--task regression"):
-        load(path, "classify")
-
-
-def test_sets_of_labels(tmp_path):
-    expected = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
-    lists = written(tmp_path / "a.jsonl", "".join(json.dumps({"text": "t", "labels": each}) + "\n"
-                                                  for each in (["a"], ["b", "a"], [])))  # fmt: skip
-    assert load(lists, "multi-label").train.labels == expected
-    cells = written(tmp_path / "b.csv", "text,labels\nt,a\nu,a|b\nv,[]\n")
-    assert load(cells, "multi-label").train.labels == expected
-    columns = written(tmp_path / "c.csv", "text,a,b\nt,1,0\nu,true,1\nv,0,no\n")
-    data = load(columns, "multi-label", "--label-column", "a,b")
-    assert data.train.labels == expected and data.names == ["a", "b"] and data.public_labels
-    with pytest.raises(FinetuneError, match="line 3: a is '2', expected 0 or 1"):
-        load(written(tmp_path / "d.csv", "text,a,b\nt,1,0\nu,2,0\n"), "multi-label", "--label-column", "a,b")
-    with pytest.raises(FinetuneError, match="no column 'x'"):
-        load(columns, "multi-label", "--label-column", "a,x")
-    with pytest.raises(FinetuneError, match=r"line 3: no labels \(\[\] stands"):
-        load(written(tmp_path / "e.csv", "text,labels\nt,a|b\nu,\n"), "multi-label")
-    with pytest.raises(FinetuneError, match="needs two labels"):
-        load(written(tmp_path / "f.csv", "text,labels\nt,a\nu,[]\n"), "multi-label")
-
-
-def test_words_and_tags(tmp_path):
-    path = written(tmp_path / "a.csv", "words,tags\ngood film,O B-X\nbad,O\n")
-    data = load(path, "tokens")
-    assert data.names == ["B-X", "O"] and data.train.labels == [(["good", "film"], [1, 0]), (["bad"], [1])]
-    with pytest.raises(FinetuneError, match="line 2: 2 words, but 1 tags"):
-        load(written(tmp_path / "b.csv", "words,tags\ngood film,O\nbad,B\n"), "tokens")
-    with pytest.raises(FinetuneError, match="same tag"):
-        load(written(tmp_path / "c.csv", "words,tags\ngood film,O O\nbad,O\n"), "tokens", "--labels", "O,B")
-
-
-def test_a_word_a_line(tmp_path):
-    path = written(tmp_path / "a.conll", "-DOCSTART- -X- O\n\ngood JJ O\nfilm NN B-X\n\n\nbad JJ O\n")
-    data = load(path, "tokens")
-    assert data.train.labels == [(["good", "film"], [1, 0]), (["bad"], [1])] and data.names == ["B-X", "O"]
-    with pytest.raises(FinetuneError, match="line 1: line 2 has the word 'film' and no tag"):
-        load(written(tmp_path / "b.conll", "good O\nfilm\n\nbad B\n"), "tokens")
-
-
-def test_preferences(tmp_path):
-    path = written(tmp_path / "a.csv", "prompt,chosen,rejected\np,good,bad\nq,fine,fine\n")
-    with pytest.raises(FinetuneError, match="line 3: the chosen and the rejected answer are the same"):
-        load(path, "preference")
-    with pytest.raises(FinetuneError, match="no column 'lost'"):
-        load(path, "preference", "--rejected-column", "lost")
-    with pytest.raises(FinetuneError, match="given twice: prompt, chosen and rejected"):
-        load(path, "preference", "--rejected-column", "chosen", "--chosen-column", "chosen")
-
-
-def test_options_of_other_tasks_are_refused(tmp_path, capsys):
-    model, data = classifier(tmp_path / "m"), table_of(tmp_path / "d.jsonl", "regression")
-    for words, said in ((("--label-range", "1,5"), "--label-range goes with --task regression"),
-                        (("--chosen-column", "text"), "--chosen-column goes with --task preference"),
-                        (("--beta", 0.2), "--beta goes with --task preference")):  # fmt: skip
-        assert said in refused(capsys, model, data, "--task", "classify", "--out", tmp_path / "o", *words, *QUICK)
-    for words in (("--graphed",), ("--labels", "a,b"), ("--label-column", "summary")):
-        assert "does not go with --task seq2seq" in refused(
-            capsys, writer(tmp_path / "t5"), table_of(tmp_path / "s.jsonl", "seq2seq"), "--task", "seq2seq", "--out",
-            tmp_path / "o", *words, *QUICK,
-        )  # fmt: skip
-
-
-def test_models_that_do_not_fit_the_task(tmp_path, capsys):
-    bert, t5 = classifier(tmp_path / "bert"), writer(tmp_path / "t5")
-    rest = ("--out", tmp_path / "o", *QUICK)
-    target, pairs = table_of(tmp_path / "s.jsonl", "seq2seq"), table_of(tmp_path / "p.jsonl", "preference")
-    said = refused(capsys, bert, target, "--task", "seq2seq", *rest)
-    assert "is a bert model, and this task needs an encoder and decoder" in said
-    assert "needs a language model" in refused(capsys, t5, pairs, "--task", "preference", *rest)
-    numbers = table_of(tmp_path / "n.jsonl", "regression")  # T5 wants an end of text, which this tokenizer does not add
-    said = refused(capsys, t5, numbers, "--task", "regression", *rest)
-    assert "the model fails on the first records: ValueError: " in said and "eos" in said
-
-
-def test_another_range_is_no_resumed_run(tmp_path, capsys):
-    model, data = classifier(tmp_path / "m"), table_of(tmp_path / "d.jsonl", "regression")
-    words = ("--task", "regression", "--out", tmp_path / "o", *QUICK)
-    assert command(model, data, *words, "--label-range", "1,5") == 0
-    said = refused(capsys, model, data, *words, "--label-range", "0,5", "--resume")
-    assert "--label-range: was 1.0,5.0, now 0.0,5.0" in said
-    assert "--label-range: was 1.0,5.0, now not given" in refused(capsys, model, data, *words, "--resume")
-    rest = (*words, "--label-range", "1,5", "--lr", 0.2, "--resume")
-    assert "--lr: was not given, now 0.2" in refused(capsys, model, data, *rest)
+def test_options_and_models_that_do_not_fit_the_task(tmp_path, capsys):
+    bert, t5, rest = classifier(tmp_path / "bert"), writer(tmp_path / "t5"), ("--out", tmp_path / "o", *QUICK)
+    files = {task: table_of(tmp_path / f"{task}.jsonl", task) for task in ("regression", "seq2seq", "preference")}
+    for model, task, words, said in (
+        (bert, "regression", ("--chosen-column", "text"), "--chosen-column goes with --task preference"),
+        (bert, "regression", ("--beta", 0.2), "--beta goes with --task preference"),
+        (t5, "seq2seq", ("--label-range", "1,5"), "--label-range goes with --task regression"),
+        (t5, "seq2seq", ("--graphed",), "--graphed goes with neither"),
+        (t5, "seq2seq", ("--label-column", "summary"), "--label-column does not go with --task seq2seq"),
+        (bert, "seq2seq", (), "is a bert model, and this task needs an encoder and decoder"),
+        (t5, "preference", (), "needs a language model"),
+        (t5, "regression", (), "the model fails on the first records: ValueError: "),  # it wants an end of text
+    ):  # fmt: skip
+        assert said in refused(capsys, model, files[task], "--task", task, *words, *rest)
 
 
 # ---------------------------------------------------------------------- what is learnt and measured
@@ -229,37 +106,36 @@ def test_the_loss_of_a_preference_is_dpos(tmp_path):
     """By hand, one record at a time, without padding."""
     tokenizer = tokenizer_of(tmp_path / "t")
     model = transformers.AutoModelForCausalLM.from_pretrained(language_model(tmp_path / "m")).eval()
-    data = load(table_of(tmp_path / "d.jsonl", "preference"), "preference")
-    encoded = encode(data.train, tokenizer, model, "preference", 12)
-    collate = Collate(tokenizer, model, "preference")
-    encoded.add_reference(reference_of(model, encoded, collate, 7, torch.device("cpu")))
+    path = table_of(tmp_path / "d.jsonl", "preference")
+    records = load_data(options_of("m", path, "--task", "preference", "--epsilon", 1, "--eval-fraction", 0)).train
+    encoded, collate = encode(records, tokenizer, model, "preference", 12), Collate(tokenizer, model, "preference")
+    encoded = encoded.add_column("reference", reference_of(model, encoded, collate, 7, torch.device("cpu")))
+    assert all(len(item["input_ids"]) <= 12 for item in encoded)
+
+    def difference(item):
+        sums = []
+        for row in (item["input_ids"], item["rejected_ids"]):
+            logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
+            sums.append(sum(logs[t - 1, row[t]] for t in range(item["prompt"], len(row))))
+        return sums[0] - sums[1]
+
     with torch.no_grad():
+        before = [difference(encoded[i]) for i in range(6)]
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-        batch = collate([encoded[i] for i in range(6)])
-        found = losses_of(model, "preference", 0.3, None)(model, batch).mean()
-        each = []
-        for i in range(6):
-            prompt, chosen, rejected = (encoded[i][name] for name in ("prompt", "input_ids", "rejected_ids"))
-            assert len(chosen) <= 12 and chosen[:prompt] == rejected[:prompt]
-            sums = []
-            for row in (chosen, rejected):
-                logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
-                sums.append(sum(logs[t - 1, row[t]] for t in range(prompt, len(row))))
-            before = encoded[i]["reference"]
-            each.append(-torch.nn.functional.logsigmoid(0.3 * ((sums[0] - sums[1]) - (before[0] - before[1]))))
-    assert float(found) == pytest.approx(float(sum(each)) / 6, rel=1e-5)
-    torch.testing.assert_close(
-        answer_scores(model, batch, lambda m, b: m(b["input_ids"], attention_mask=b["attention_mask"]).logits)[0],
-        torch.stack([sums_of(model, encoded[0][side], encoded[0]["prompt"]) for side in ("input_ids", "rejected_ids")]),
-        rtol=1e-4, atol=1e-5,
-    )  # fmt: skip
+        found = losses_of(model, "preference", 0.3, None)(model, collate([encoded[i] for i in range(6)]))
+        each = [-torch.nn.functional.logsigmoid(0.3 * (difference(encoded[i]) - before[i])) for i in range(6)]
+    torch.testing.assert_close(found, torch.stack(each), rtol=1e-4, atol=1e-5)
 
 
-def sums_of(model, row, prompt):
-    with torch.no_grad():
-        logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
-    return sum(logs[t - 1, row[t]] for t in range(prompt, len(row)))
+def test_what_is_too_long_loses_the_beginning_of_its_prompt(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "t")
+    model = transformers.AutoModelForCausalLM.from_pretrained(language_model(tmp_path / "m"))
+    record = {"text": "good bad fine awful film plot", "label": ["actor scene", "very"]}
+    whole = encode([record] * 2, tokenizer, model, "preference", 30)[0]
+    cut = encode([record] * 2, tokenizer, model, "preference", 6)[0]
+    assert whole["prompt"] == 6 and len(whole["input_ids"]) == 9 and whole["input_ids"][-1] == tokenizer.eos_token_id
+    assert cut["input_ids"] == whole["input_ids"][3:] and cut["rejected_ids"] == whole["rejected_ids"][3:]
 
 
 def test_targets_are_shifted_and_padding_is_left_out(tmp_path):
@@ -267,11 +143,12 @@ def test_targets_are_shifted_and_padding_is_left_out(tmp_path):
         transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
                               decoder_start_token_id=9, pad_token_id=1)
     )  # fmt: skip
-    data = Encoded({"input_ids": [[5, 6], [7]], "targets": [[3, 4, 2], [8, 2]]}, 0)
+    records = [{"text": "good film", "label": "good"}, {"text": "bad", "label": "very not"}]
+    data = encode(records, tokenizer, model, "seq2seq", 16, sort=True)
     batch = Collate(tokenizer, model, "seq2seq")([data[0], data[1]])
-    assert batch["labels"].tolist() == [[3, 4, 2], [8, 2, -100]]
-    assert batch["decoder_input_ids"].tolist() == [[9, 3, 4], [9, 8, 2]]
-    assert [data.length(i) for i in (0, 1)] == [5, 3] and data.by_length()[0]["targets"] == [8, 2]
+    end, (good, very, no) = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(["good", "very", "not"])
+    assert data["length"] == [4, 4] and batch["labels"].tolist() == [[good, end, -100], [very, no, end]]
+    assert batch["decoder_input_ids"].tolist() == [[9, good, end], [9, very, no]]
 
 
 def test_padding_is_on_the_right_and_to_few_widths(tmp_path):
@@ -285,56 +162,47 @@ def test_padding_is_on_the_right_and_to_few_widths(tmp_path):
 
 
 def test_the_first_token_of_a_word_has_its_tag(tmp_path):
-    tokenizer = tokenizer_of(tmp_path / "t")
     model = transformers.AutoModel.from_pretrained(classifier(tmp_path / "m"))
-    path = written(tmp_path / "a.csv", "words,tags\nfilm. good,B O\nbad,O\n")  # "film." is two tokens
-    encoded = encode(load(path, "tokens").train, tokenizer, model, "tokens", 16)
+    records = [{"text": ["film.", "good"], "label": [0, 1]}, {"text": ["bad"], "label": [1]}]  # "film." is two tokens
+    encoded = encode(records, tokenizer_of(tmp_path / "t"), model, "tokens", 16)
     assert encoded[0]["labels"] == [0, -100, 1] and len(encoded[0]["input_ids"]) == 3
 
 
-def added(measure, *batches):
-    for given, labels in batches:
-        measure.add(torch.tensor(given), {"labels": torch.tensor(labels)})
-    return measure.result()
+def one_hot(rows, classes=3, scale=1.0):
+    return scale * torch.nn.functional.one_hot(torch.tensor(rows), classes).float()
 
 
 def test_figures():
-    numbers = figures.Numbers(scale=10.0)
-    found = added(numbers, ([[1.0], [2.0]], [1.0, 3.0]), ([[4.0]], [5.0]))
+    found, simple = figures.of_numbers(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1.0, 3.0, 5.0]), 10.0)
     assert found["rmse"] == pytest.approx(10 * (2 / 3) ** 0.5) and found["r2"] == pytest.approx(1 - 2 / 8)
-    sets = figures.LabelSets()
-    found = added(sets, ([[1.0, -1.0], [1.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]]))
+    found, simple = figures.of_label_sets(torch.tensor([[1.0, -1], [1, 1]]), torch.tensor([[1.0, 0], [0, 1]]))
     assert found["micro_f1"] == pytest.approx(4 / 5) and found["exact_match"] == 0.5
-    assert sets.simple.value == 0  # no label is of most records
-    sets = figures.LabelSets()
-    added(sets, ([[1.0, -1.0]] * 3, [[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
-    assert sets.simple.value == pytest.approx(2 * 4 / (6 + 4))  # both are of two records in three
-    tags = figures.Tags(["O", "B-X", "I-X"])
-    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 1], [0, 1, 1, 0]]), 3).float().tolist()
-    found = added(tags, (logits, [[1, 2, 0, -100], [0, 1, 2, 0]]))
-    # entities said: (0, 2); (1, 2), (2, 3). True: (0, 2); (1, 3)
+    assert simple.value == 0  # no label is of most records
+    _, simple = figures.of_label_sets(torch.tensor([[1.0, -1]] * 3), torch.tensor([[1.0, 0], [1, 1], [0, 1]]))
+    assert simple.value == pytest.approx(2 * 4 / (6 + 4))  # both are of two records in three
+    tags = figures.Tokens(False, ["O", "B-X", "I-X"])
+    tags.add(one_hot([[1, 2, 0, 1], [0, 1, 1, 0]]), torch.tensor([[1, 2, 0, -100], [0, 1, 2, 0]]))
+    found, _ = tags.of_tags()  # entities said: (0, 2); (1, 2), (2, 3). True: (0, 2); (1, 3)
     assert found["f1"] == pytest.approx(2 / 5) and found["accuracy"] == pytest.approx(6 / 7)
-    written = figures.Written(shifted=False)
-    logits = 9 * torch.nn.functional.one_hot(torch.tensor([[1, 2], [1, 1]]), 3).float()
-    found = added(written, (logits.tolist(), [[1, 2], [1, 2]]), (logits[:1].tolist(), [[1, -100]]))
+    words = figures.Tokens(False, ["O", "A"])
+    words.add(one_hot([[1, 1, 0]], 2), torch.tensor([[1, 1, 1]]))
+    found, simple = words.of_tags()
+    assert found["f1"] == pytest.approx(4 / 5) and simple.value == 1
+    written = figures.Tokens(False)
+    written.add(one_hot([[1, 2], [1, 1], [1, 2]], scale=9), torch.tensor([[1, 2], [1, 2], [1, -100]]))
+    found, _ = written.of_text()
     assert found["exact_match"] == pytest.approx(2 / 3) and found["token_accuracy"] == pytest.approx(4 / 5)
-    likes = figures.Preferences()
-    found = added(likes, ([1e-6, 1.0, -1.0, 2.0], [0]))
-    assert (
-        found["reward_accuracy"] == 0.625
-        and found["margin"] == pytest.approx(0.5, abs=1e-5)
-        and likes.simple.value == 0.5
-    )
+    found, simple = figures.of_margins(torch.tensor([1e-6, 1.0, -1.0, 2.0]))
+    assert found["reward_accuracy"] == 0.625 and found["margin"] == pytest.approx(0.5, abs=1e-5) and simple.value == 0.5
 
 
 def test_what_greedy_generation_writes_is_what_exact_match_counts(tmp_path):
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(writer(tmp_path / "t5")).eval()
-    collate, source = Collate(tokenizer_of(tmp_path / "t"), model, "seq2seq"), [3, 4, 5]
+    collate, source, measure = Collate(tokenizer_of(tmp_path / "t"), model, "seq2seq"), [3, 4, 5], figures.Tokens(False)
     with torch.no_grad():
         target = model.generate(torch.tensor([source]), max_new_tokens=6, do_sample=False)[0].tolist()[1:]
-        measure = figures.Written(shifted=False)
         for wanted in (target, [*target[:-1], (target[-1] + 1) % 20]):
-            batch = collate([{"input_ids": source, "targets": wanted}])
+            batch = collate([{"input_ids": source, "labels": wanted}])
             inputs = {name: value for name, value in batch.items() if name != "labels"}
-            measure.add(model(**inputs).logits, batch)
-    assert measure.result()["exact_match"] == 0.5
+            measure.add(model(**inputs).logits, batch["labels"])
+    assert measure.of_text()[0]["exact_match"] == 0.5

@@ -181,7 +181,7 @@ def test_experts_by_batch_are_frozen_or_trained_alike():
         assert compare(model, batch, losses, double=name not in SINGLE).worst < 1e-4, name
 
 
-@pytest.mark.parametrize("name", ["batched", "batched_by_matmul", "einsum_of_gathered"])
+@pytest.mark.parametrize("name", ["batched", "batched_by_matmul"])
 def test_gathered_matrices_are_not_held(name):
     """The use of a product with gathered matrices holds rows, not one matrix for each token."""
     size = SIZES["usual"]

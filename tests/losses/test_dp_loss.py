@@ -35,38 +35,7 @@ def images(n: int = 6):
     return torch.randn(n, 1, 8, 8), torch.arange(n) % 3
 
 
-FIRST = {"scores": "probabilities", "sums": True, "focal": 2.0}  # the reading without the paper's text
-
-
-def test_numbers_of_the_first_reading_written_out():
-    """Logits 0 0 (p = 1/2), pre-activations 1 and 2, alpha = sigmoid(ln 3) = 3/4, beta 10."""
-    model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 2))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-        model[0].bias.copy_(torch.tensor([1.0, 2.0]))
-    x, y = torch.zeros(3, 1), torch.tensor([0, 1, 1])
-    for options, error in (
-        ({}, 0.25 + 0.25),
-        ({"error": "sae"}, 0.5 + 0.5),
-        ({"error": "huber"}, 0.125 + 0.125),
-        ({"error": "huber", "huber_delta": 0.25}, 2 * 0.25 * (0.5 - 0.125)),
-        ({"scores": "logits"}, 1.0),
-    ):
-        loss = DPLoss(model, threshold=2.0, beta=10.0, **{**FIRST, **options})
-        loss.epoch = 2.0 + math.log(3)
-        each = loss(model(x), y, reduction="none")
-        wanted = 0.75 * 0.25 * math.log(2) + 0.25 * error + 0.25 / 10 * (1 + 4)
-        assert each.tolist() == pytest.approx([wanted] * 3, rel=1e-6)
-        assert loss.terms == pytest.approx(
-            {"focal": 0.25 * math.log(2), loss.error: error, "reg": 5.0, "alpha": 0.75}, rel=1e-6
-        )
-        assert float(loss(model(x), y).detach()) == pytest.approx(wanted, rel=1e-6)
-        assert float(loss(model(x), y, reduction="sum").detach()) == pytest.approx(3 * wanted, rel=1e-6)
-        loss.remove()
-
-
-@pytest.mark.parametrize("options", [{}, {"error": "huber"}, {"beta": math.inf}, FIRST])
+@pytest.mark.parametrize("options", [{}, {"error": "huber"}, {"beta": math.inf}])
 @pytest.mark.parametrize("budget", [None, 1])
 def test_verify_passes(options, budget):
     model, batch = cnn(), images()
@@ -76,41 +45,32 @@ def test_verify_passes(options, budget):
     assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), batch, group_by=[0, 1, 0, 2, 2, 1]).ok
 
 
-def test_evaluation_gives_the_same_number_and_keeps_no_graph():
+def test_evaluation_gives_the_same_number():
     model, (x, y) = cnn(), images()
     loss = DPLoss(model, threshold=0.5, beta=20.0)
     value = float(loss(model(x), y).detach())
     model.eval()
     with torch.no_grad():
-        assert float(loss(model(x), y)) == pytest.approx(value, rel=1e-6)
-        for _ in range(3):
+        for _ in range(2):
             logits = model(x)
-        assert float(loss(logits, y)) == pytest.approx(value, rel=1e-6)  # the last forward's own output
-        model(x)
-        other = model(x).clone()
-        with pytest.raises(StepError, match="not known to have made"):
-            loss(other, y)
-    assert all(not forward.noted for forward in loss.inputs.forwards)
-    assert float(loss(model(x), y).detach()) == pytest.approx(value, rel=1e-6)
+        assert float(loss(logits, y)) == pytest.approx(value, rel=1e-6)
 
 
-def test_several_forwards_are_told_apart():
+def test_logits_of_another_forward_than_the_last_are_refused():
     model, (x, y) = cnn(), images()
     loss = DPLoss(model, threshold=0.5, beta=20.0)
-    wanted = [float(loss(model(k * x), y).detach()) for k in (1, 2)]
     first, second = model(x) * 1.0, model(2 * x)[:, :]
-    third = model(x)
-    for logits, value in ((second, wanted[1]), (first, wanted[0]), (third, wanted[0])):
-        assert float(loss(logits, y).detach()) == pytest.approx(value, rel=1e-6)
-    with pytest.raises(StepError, match="come from no forward"):
-        loss(first, y)  # twice
-    with pytest.raises(StepError, match="come from 2 forwards"):
-        loss(model(x) + model(2 * x), y)
-    with pytest.raises(StepError, match="come from no forward"):
-        loss(torch.zeros(6, 3, requires_grad=True) * 1, y)
-    for _ in range(50):  # forwards that no loss is asked for are not kept
-        model(x)
-    assert len(loss.inputs.forwards) < 8
+    with pytest.raises(StepError, match="the model's last forward"):
+        loss(first, y)
+    with pytest.raises(StepError, match="the model's last forward"):
+        loss(second, y)  # a refusal takes it
+    wanted = float(loss(model(x), y).detach())
+    assert float(loss(model(x)[:, :] * 1.0, y).detach()) == pytest.approx(wanted, rel=1e-6)
+    with torch.no_grad():
+        logits = model(x)
+    for other in (torch.zeros(6, 3, requires_grad=True) * 1, logits.clone(), logits.requires_grad_()):
+        with pytest.raises(StepError, match="the model's last forward"):
+            loss(other, y)
 
 
 def test_copies_and_pickles_of_a_model_are_free_and_the_loss_is_refused():
@@ -118,12 +78,13 @@ def test_copies_and_pickles_of_a_model_are_free_and_the_loss_is_refused():
     loss = DPLoss(model, threshold=0.5, beta=20.0)
     twin = copy.deepcopy(model)
     again = pickle.loads(pickle.dumps(model))
+    logits = model(x)
     twin(x), again(x)
-    assert not loss.inputs.forwards
-    with pytest.raises(StepError, match="come from no forward"):
+    wanted = float(loss(logits, y).detach())
+    with pytest.raises(StepError, match="the model's last forward"):
         loss(twin(x), y)
     ours = DPLoss(twin, threshold=0.5, beta=20.0)
-    assert float(ours(twin(x), y).detach()) == pytest.approx(float(loss(model(x), y).detach()))
+    assert float(ours(twin(x), y).detach()) == pytest.approx(wanted)
     for copying in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="make a new"):
             copying(loss)
@@ -153,29 +114,3 @@ def test_sure_and_empty_batches():
     empty = loss(model(x[:0]), y[:0])
     assert float(empty.detach()) == 0
     empty.backward()
-
-
-def test_alpha_and_arguments():
-    loss = DPLoss(mlp(), threshold=3.0, beta=1.0)
-    assert loss.alpha == pytest.approx(1 / (1 + math.exp(3)))
-    loss.epoch = 1e6
-    assert loss.alpha == 1.0
-    assert DPLoss(mlp(), threshold=math.inf, beta=1.0).alpha == 0.0
-    for name, value in (("beta", 0.0), ("beta", math.nan), ("threshold", math.nan), ("focal", -1.0), ("error", "mse"),
-                        ("huber_delta", 0.0), ("scores", "softmax"), ("threshold", "3"), ("beta", True),
-                        ("sums", 1)):  # fmt: skip
-        with pytest.raises(ValueError):
-            DPLoss(mlp(), **{"threshold": 1.0, "beta": 1.0, name: value})
-    with pytest.raises(ValueError):
-        loss.epoch = math.inf
-    for logits, labels, reduction in (
-        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "mean"),
-        (torch.zeros(2, 1), torch.tensor([0, 0]), "mean"),
-        (torch.zeros(2, 3), torch.zeros(2), "mean"),
-        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), "mean"),
-        (torch.zeros(2, 3), torch.tensor([0, 1]), "max"),
-        (torch.zeros(2, 3), torch.tensor([0, 3]), "mean"),
-        (torch.zeros(2, 3), torch.tensor([-100, 1]), "mean"),
-    ):
-        with pytest.raises(ValueError):
-            loss(logits, labels, reduction)

@@ -145,58 +145,6 @@ def test_the_noise_of_prefix_sums_has_the_variance_of_theory(reduced: bool) -> N
     assert variance_of(13, reduced) == pytest.approx(8 / 15 + 4 / 7 + 1 if reduced else 3)
 
 
-def test_a_tree_is_one_function_of_key_and_steps_and_parts_of_a_parameter_agree() -> None:
-    """The element at an index gets the noise of that index, whatever lies in one tensor."""
-    whole, parts = TreeNoise(1), TreeNoise(1)
-    for _ in range(6):
-        a, b, c = torch.zeros(50), torch.zeros(20), torch.zeros(30)
-        whole.add_tree_({0: a}, {0: 7}, 1.0)
-        parts.add_tree_({1: b, 2: c}, {1: 7, 2: 27}, 1.0)
-        torch.testing.assert_close(a, torch.cat([b, c]), rtol=0, atol=0)
-        whole.step += 1
-        parts.step += 1
-
-
-def test_no_noise_and_a_large_bound_are_ordinary_sgd_in_the_loaders_order() -> None:
-    model = network()
-    other = copy.deepcopy(model)
-    optimizer = made(model, noise_multiplier=0.0, max_grad_norm=1e6, seed=None)
-    plain = torch.optim.SGD(other.parameters(), lr=0.1)
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
-    train(optimizer, model, ftrl_loader(data(), batch_size=BATCH, order=order))
-    records = data()
-    for chunk in order.split(BATCH):
-        plain.zero_grad()
-        x, y = (torch.stack(part) for part in zip(*[records[i] for i in chunk], strict=True))
-        losses(other, x, y).mean().backward()
-        plain.step()
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-    assert optimizer.epsilon(1e-5) == float("inf")
-
-
-@pytest.mark.parametrize("options", [{"clipping": "global", "max_grad_norm": 1.0}, {"style": "layerwise"}])
-def test_clipping_is_the_engines_and_physical_batches_change_nothing(options: dict) -> None:
-    ends = []
-    for limit in (None, 3):
-        model = network()
-        optimizer = made(model, **options)
-        train(optimizer, model, ftrl_loader(data(), batch_size=BATCH, max_physical_batch_size=limit))
-        assert optimizer.trees[0].steps == 6
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(*ends, rtol=0, atol=1e-7)
-    if options.get("clipping") == "global":
-        model = network()
-        optimizer = made(model, noise_multiplier=0.0, **options)
-        hand = copy.deepcopy(model)
-        train(optimizer, model, ftrl_loader(data(), batch_size=BATCH), steps=1)
-        x, y = (torch.stack(part) for part in zip(*data()[:BATCH], strict=True))
-        for p, start, g in zip(
-            model.parameters(), hand.parameters(), clipped_sum(hand, x, y, 1.0, "global"), strict=True
-        ):
-            torch.testing.assert_close(p, start - 0.1 * g / BATCH, rtol=0, atol=1e-7)
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -280,37 +228,6 @@ def test_what_has_no_meaning_in_a_tree_is_refused() -> None:
     loader.load_state_dict({"pass": 0, "step": 3})
     with pytest.raises(StepError, match="other parameters"):
         train(optimizer, model, loader)
-
-
-def test_parameters_are_added_between_passes_only() -> None:
-    model = network()
-    lower, upper = list(model.parameters())[:2], list(model.parameters())[2:]
-    for parameter in upper:
-        parameter.requires_grad_(False)
-    optimizer, loader = made(model, params=lower), ftrl_loader(data(), batch_size=BATCH)
-    train(optimizer, model, loader, steps=2)
-    with pytest.raises(StepError, match="within a pass"):
-        optimizer.add_param_group({"params": upper})
-    loader.load_state_dict({"pass": 0, "step": 2})
-    train(optimizer, model, loader)
-    for parameter in upper:
-        parameter.requires_grad_(True)
-    optimizer.add_param_group({"params": upper})
-    train(optimizer, model, loader)
-    assert [(tree.first, tree.steps) for tree in optimizer.trees] == [(0, 6), (0, 6)]
-    assert float(upper[0].detach().square().sum()) != float(network()[2].weight.detach().square().sum())
-
-
-def test_a_second_step_or_backward_on_a_batch_is_refused() -> None:
-    model = network()
-    optimizer = made(model)
-    for x, y in ftrl_loader(data(), batch_size=BATCH):
-        losses(model, x, y).mean().backward()
-        optimizer.step()
-        with pytest.raises(StepError, match="second backward"):
-            losses(model, x, y).mean().backward()
-        break
-    assert [tree.steps for tree in optimizer.trees] == [1]
 
 
 def test_the_page_runs(capsys):

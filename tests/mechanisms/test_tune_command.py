@@ -112,15 +112,6 @@ def test_the_best_of_the_runs_is_released_and_nothing_else(search, capfd):
     assert json.loads((out / "search.json").read_text()) == card
 
 
-def test_settings_are_drawn_anew_and_the_number_of_runs_too(search, monkeypatch):
-    drawn = iter([6, 6])
-    monkeypatch.setattr(NegativeBinomialRuns, "draw", lambda self: next(drawn))
-    search()
-    search()
-    made = search.log.read_text().split()
-    assert len(made) == 12 and len(set(made)) > 1  # by chance it is one setting in 3^-11 of all cases
-
-
 def test_no_run_at_all(search, monkeypatch, capsys):
     monkeypatch.setattr(PoissonRuns, "draw", lambda self: 0)
     code, out = search("train", None, "--distribution", "poisson")
@@ -178,24 +169,6 @@ def test_an_interrupted_search_releases_nothing_and_is_over(search, monkeypatch,
     assert {path.name for path in out.iterdir()} == {"search.json"}
 
 
-def test_a_score_of_nan_is_the_worst(search, monkeypatch):
-    monkeypatch.setattr(NegativeBinomialRuns, "draw", lambda self: 30)
-    _, out = search("nan", [{"lr": 1, **SPENT}, {"lr": 2, **SPENT}])
-    assert json.loads((out / "search.json").read_text())["score"] == -1.0
-
-
-def test_where_every_run_diverged_the_file_is_still_json(search, monkeypatch):
-    monkeypatch.setattr(NegativeBinomialRuns, "draw", lambda self: 3)
-    code, out = search("nan", [{"lr": 1, **SPENT}])
-
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    card = json.loads((out / "search.json").read_text(), parse_constant=refuse)
-    assert code == 0 and card["score"] is None and card["setting"]["lr"] == 1
-    assert "with the score -inf" in (out / "search_card.md").read_text()
-
-
 def test_an_optimizer_tells_what_it_spent_and_whether_its_noise_is_secret(search, capsys):
     assert search("optimizer", [SPENT])[0] == 0
     assert search("optimizer", [{**SPENT, "key": 3}])[0] == 1
@@ -220,15 +193,6 @@ def test_an_optimizer_tells_what_it_spent_and_whether_its_noise_is_secret(search
 def test_settings_without_an_account_are_refused(search, capsys, settings, match):
     code, out = search("train", settings)
     assert code == 1 and match in capsys.readouterr().err and not out.exists()
-
-
-def test_several_processes_and_what_a_killed_search_has_left(search, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert search()[0] == 1 and "one process" in capsys.readouterr().err
-    monkeypatch.delenv("WORLD_SIZE")
-    _, out = search()
-    (out / ".runs").mkdir()
-    assert search(out=out)[0] == 1 and "without a look at it" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_the_price(search, capsys):

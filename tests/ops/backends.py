@@ -20,26 +20,29 @@ TRITON = ["Triton", "Triton in small tiles"] if INTERPRETED else []
 BACKENDS = [*CPU, *TRITON]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # of squared norms. The reference squares in float32; matrix units' norms are enlarged by what these cut off
-NORM_ERROR = {"reference": 6e-6, "C++": 2e-6, "Triton": 2e-5, "Triton in small tiles": 2e-5}
+NORM_ERROR = {"reference": 6e-6, "C++": 2e-6, "Triton": 2e-5, "Triton in small tiles": 2e-5, "card": 2e-5}
 
 
-def asked(
+def cases(
     shapes: Iterable[Any], large: Iterable[Any] = (), dtypes: list[torch.dtype] = DTYPES, tiled: Iterable[Any] = ()
-) -> Any:
-    """Parametrises `backend`, `shape` and `dtype`. large: of the compiled kernels, whose tiles are large; tiled: those
-    of small tiles, where these are not all. Triton leaves float64 to the reference, and loads float16 by the lines of
-    bfloat16: one shape is enough for each.
-    """
-    large, cases = list(large), []
+) -> Iterator[tuple[str, Any, torch.dtype]]:
+    """Backends, shapes and types. large: of the compiled kernels, whose tiles are large; tiled: those of small tiles,
+    where these are not all. Triton leaves float64 to the reference, and loads float16 by the lines of bfloat16: one
+    shape is enough for each."""
     for backend in BACKENDS:
         small = backend in TRITON[1:]
+        few = [torch.float64] * (backend in TRITON) + [torch.float16] * small
         kept = [*(tiled or shapes)] if small else [*shapes, *(large if backend in CPU else [])]
-        few = [torch.float64] if backend in TRITON else []
-        few += [torch.float16] if small else []
         for number, shape in enumerate(kept):
-            kinds = [d for d in dtypes if number == 0 or d not in few]
-            cases += [pytest.param(backend, shape, d, id=f"{backend}-{number}-{d}") for d in kinds]
-    return pytest.mark.parametrize(("backend", "shape", "dtype"), cases, indirect=["backend"])
+            for dtype in dtypes:
+                if number == 0 or dtype not in few:
+                    yield backend, shape, dtype
+
+
+def asked(shapes: Iterable[Any], *rest: Any, **options: Any) -> Any:
+    """Parametrises `backend`, `shape` and `dtype` by `cases`."""
+    found = list(cases(list(shapes), *rest, **options))
+    return pytest.mark.parametrize(("backend", "shape", "dtype"), found, indirect=["backend"], ids=str)
 
 
 def sum_of(dtype: torch.dtype) -> torch.dtype:
@@ -52,21 +55,15 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def assert_norms(backend: str, found: Tensor, gradients: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Squared norms [B] of gradients [B, ...] in float64, of numbers of a type."""
-    limit = 1e-12 if dtype == torch.float64 else NORM_ERROR[backend]
-    torch.testing.assert_close(found.double(), gradients.flatten(1).square().sum(1), rtol=limit, atol=0)
-
-
-def assert_sums(found: Tensor, exact: Tensor, plain: Tensor | None = None) -> None:
-    """Within 1e-5 of the largest element (1e-12 in float64), and four times what float32's own sum is off."""
+def assert_sums(found: Tensor, exact: Tensor, plain: Tensor | None = None, limit: float = 1e-5) -> None:
+    """Within `limit` of the largest element (1e-12 in float64), and four times what float32's own sum is off."""
     tight = found.dtype == torch.float64
     assert found.shape == exact.shape and found.dtype in (torch.float32, torch.float64)
     if not exact.numel():
         return
     slack = 0.0 if plain is None or tight else 4 * float((plain.double() - exact).abs().max())
     error, size = float((found.double() - exact).abs().max()), float(exact.abs().max())
-    assert error <= slack + (1e-12 if tight else 1e-5) * size + 1e-30, f"off by {error:.3g} of {size:.3g}"
+    assert error <= slack + (1e-12 if tight else limit) * size + 1e-30, f"off by {error:.3g} of {size:.3g}"
 
 
 def weighted(gradients: Tensor, c: Tensor) -> Tensor:
@@ -91,3 +88,15 @@ def assert_equal_bits(run: Callable[[], Iterable[Tensor]], counts: Iterable[int]
         with threads(count):
             found.append(list(run()))
     assert all(torch.equal(a, b) for other in found for a, b in zip(found[0], other, strict=True))
+
+
+@contextmanager
+def poisoned(device: str = "cpu") -> Iterator[None]:
+    """New tensors hold NaN until they are written."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3, device=device).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

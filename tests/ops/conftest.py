@@ -10,9 +10,8 @@ import torch
 from fastdp.ops import extension
 from fastdp.ops.registry import forced
 
-from .backends import BACKENDS
+from .backends import BACKENDS, poisoned
 from .by_triton import serve_by_triton, small_tiles
-from .kernels_truth import poisoned
 
 
 @pytest.fixture(params=BACKENDS)

@@ -30,19 +30,10 @@ def commands(folder: Path, known: str) -> list[str]:
     (home / "bin" / "nvcc").chmod(0o755)
     (folder / "pybind11.py").write_text("get_include = lambda: '.'")
     environment = {**os.environ, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(home), "FASTDP_CUDA": "1"}
-    environment["PYTHONPATH"] = str(folder)
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**environment, "CC": "false", "CXX": "false"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        return done.stderr.splitlines()[-1:]
-    return log.read_text().splitlines()
+    environment |= {"PYTHONPATH": str(folder), "CC": "false", "CXX": "false"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.stderr.splitlines()[-1:] if done.returncode else log.read_text().splitlines()
 
 
 def test_nvcc_is_asked_what_it_knows(tmp_path: Path) -> None:

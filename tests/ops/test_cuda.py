@@ -23,12 +23,14 @@ import torch
 from fastdp import ops
 from fastdp.ops import checks as op_checks
 from fastdp.ops import cuda, registry
+from fastdp.ops.common import MARGIN
+from fastdp.ops.kernel_inputs import trials
 from fastdp.ops.registry import OPERATORS
-from fastdp.ops.trials import trials
 
-from . import cuda_checks as checks
-from . import cuda_sample_checks as sample_checks
 from . import emulation
+from . import step_checks as checks
+from .table import FAMILIES, check, check_strides, lookup_data
+from .test_clip import check_clip_factors
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
 
@@ -166,15 +168,21 @@ def test_emulated(check: Callable[[checks.On], None], emulated: str) -> None:
     check(ON)
 
 
-@pytest.mark.parametrize("check", sample_checks.CHECKS, ids=lambda check: check.__name__)
-def test_emulated_samples(check: Callable[[str], None], emulated: str) -> None:
-    check(emulated)
+def test_emulated_clip_factors(emulated: str) -> None:
+    check_clip_factors(emulated, MARGIN)
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS)
+def test_emulated_look_ups(dtype: torch.dtype, emulated: str) -> None:
+    family = FAMILIES["embedding"]
+    for shape in [shape for name, shape in (family.shapes | family.large).items() if "400" not in name]:
+        check(family, shape, dtype, "card")
+    check_strides("embedding", "(2, 37, 16, 11, 0)", dtype, "card")
 
 
 @pytest.mark.parametrize("dtype", checks.FLOATS)
 def test_emulated_by_type(dtype: torch.dtype, emulated: str) -> None:
     checks.check_noise(ON, dtype)
-    sample_checks.check_embedding(emulated, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "state_dtype"), checks.PAIRS)
@@ -196,7 +204,7 @@ def test_operators_reach_their_kernels(name: str, emulated: str) -> None:
 
 def test_results_do_not_depend_on_the_order_of_threads(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
     serve(monkeypatch)
-    ids, g = sample_checks.look_up(3, 200, 130, 9, torch.float32)
+    ids, g, *_ = lookup_data((3, 200, 130, 9))
     results = []
     for reverse in (False, True):
         hooks.reverse(reverse)
@@ -219,28 +227,13 @@ def step(params: Any, **changed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "words"),
-    [
-        ({"sums": []}, ValueError, "lists of"),
-        ({"sums": [torch.zeros(5)]}, ValueError, "have its shape"),
-        ({"sums": [torch.zeros(6, dtype=torch.float64)]}, ValueError, "float32"),
-        ({"sums": [torch.zeros(6, 2)[:, 0]]}, ValueError, "contiguous"),
-        ({"momentum": 0.9, "buffers": [torch.zeros(7)]}, ValueError, "have its shape"),
-        ({"momentum": 0.9, "buffers": [torch.zeros(6).half()]}, ValueError, "states"),
-        ({"offsets": [-1]}, ValueError, "global indices"),
-        ({"offsets": [(1 << 62) - 5]}, ValueError, "global indices"),
-        ({"std": -1.0}, ValueError, "std"),
-        ({"std": 1e39}, ValueError, "std"),
-        ({"std": float("nan")}, ValueError, "std"),
-        ({"key": [0] * 7}, ValueError, "8 words"),
-        ({"key": [-1] * 8}, ValueError, "8 words"),
-        ({"step": 1 << 48}, ValueError, "step"),
-        ({"counter": torch.zeros(1)}, ValueError, "counter"),
-    ],
-)
-def test_wrong_arguments_are_refused(changed: Any, error: type[Exception], words: str, emulated: str) -> None:
+    ("changed", "words"),
+    [({"sums": [torch.zeros(6, dtype=torch.float64)]}, "float32"), ({"std": 1e39}, "std"),
+     ({"momentum": 0.9, "buffers": [torch.zeros(6).half()]}, "states")],
+)  # fmt: skip
+def test_what_only_these_kernels_refuse(changed: Any, words: str, emulated: str) -> None:
     param = torch.ones(6)
-    with pytest.raises(error, match=words):
+    with pytest.raises(ValueError, match=words):
         step([param], **changed)
     assert torch.equal(param, torch.ones(6))
 
@@ -250,16 +243,8 @@ def test_wrong_tensors_are_refused(emulated: str) -> None:
         cuda.noise_(torch.zeros(3, dtype=torch.int32), 1.0, checks.WORDS, 0)
     with pytest.raises(ValueError, match="contiguous"):
         cuda.noise_(torch.zeros(3, 2).mT, 1.0, checks.WORDS, 0)
-    with pytest.raises(ValueError, match="autograd"):
-        step([torch.nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="clipping"):
-        cuda.clip_factors(torch.ones(3), 1.0, "none")
-    with pytest.raises(ValueError, match="max_grad_norm"):
-        cuda.clip_factors(torch.ones(3), 0.0)
     with pytest.raises(TypeError, match="integers"):
         cuda.embedding_norm_sq(torch.zeros(2, 3), torch.zeros(2, 3, 4))
-    with pytest.raises(ValueError, match="out must be"):
-        cuda.embedding_clipped_sum(torch.zeros(2, 3).long(), torch.zeros(2, 3, 4), torch.ones(2), 5, out=torch.ones(4))
 
 
 def test_captured_noise_without_a_counter_is_refused(emulated: str, monkeypatch: pytest.MonkeyPatch) -> None:

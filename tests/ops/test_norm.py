@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,15 +18,15 @@ ROWS = [(2, 5, 7), (3, 1, 1), (3, 37, 50), (2, 70, 130), (0, 3, 4), (2, 0, 4)]
 CHANNELS = [(2, 6, 35), (3, 4, 1), (3, 12, 5, 31), (2, 70, 9, 9), (0, 4, 3)]
 
 
-def data(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return (2 * random(*shape) + 5).to(dtype), random(*shape, dtype=dtype, seed=1)
+def data(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    return (2 * random(*shape) + 5).to(device, dtype), random(*shape, dtype=dtype, seed=1).to(device)
 
 
 def truth(norm: Callable[..., Tensor], x: Tensor, g: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias of each sample alone, [B, size]."""
     weights, biases = (x.new_zeros(x.size(0), size).double() for _ in range(2))
-    for b in range(x.size(0)):
-        parameters = [torch.zeros(size, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for b in range(x.size(0) if x.numel() else 0):
+        parameters = [torch.zeros(size, dtype=torch.float64, device=x.device, requires_grad=True) for _ in range(2)]
         out = norm(x[b : b + 1].double().contiguous(), *parameters)
         weights[b], biases[b] = torch.autograd.grad(out, parameters, g[b : b + 1].double().contiguous())
     return weights, biases
@@ -39,9 +38,8 @@ def assert_close(found: Tensor, exact: Tensor, terms: Tensor, dtype: torch.dtype
     assert ((found.double() - exact).abs() <= (1e-12 if dtype == torch.float64 else 1e-6) * terms + 1e-30).all()
 
 
-@asked(ROWS, [(4, 37, 300), (1, 200, 513)])
-def test_layer_and_rms_norm(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, g = data(shape, dtype)
+def check_rows(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
+    x, g = data(shape, dtype, device)
     d, wide, sizes = shape[-1], x.double(), g.double().abs()
     mean, rstd = wide.mean(-1), (wide.var(-1, unbiased=False) + 1e-5).rsqrt()
     exact = truth(lambda v, w, b: F.layer_norm(v, (d,), w, b), x, g, d)
@@ -56,26 +54,34 @@ def test_layer_and_rms_norm(backend: str, shape: tuple[int, ...], dtype: torch.d
     assert_close(found, terms.sum(1), terms.abs().sum(1), dtype)
 
 
-@pytest.mark.parametrize("groups", [1, 2, None])
-@asked(CHANNELS, [(1, 4, 600), (2, 12, 16, 17)])
-def test_group_norm(backend: str, shape: tuple[int, ...], dtype: torch.dtype, groups: int | None) -> None:
-    x, g = data(shape, dtype)
-    if len(shape) == 4 and groups == 2:
+def check_channels(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
+    x, g = data(shape, dtype, device)
+    if len(shape) == 4:
         x, g = (y.to(memory_format=torch.channels_last) for y in (x, g))
-    channels, groups = shape[1], groups or shape[1]
-    wide = x.double().reshape(shape[0], groups, channels // groups * math.prod(shape[2:]))
-    mean, rstd = wide.mean(-1).nan_to_num(), (wide.var(-1, unbiased=False) + 1e-5).rsqrt().nan_to_num()
-    empty = not math.prod(shape)
-    exact = truth(lambda v, w, b: torch.group_norm(v, groups, w, b), x, g, channels) if not empty else (
-        torch.zeros(shape[:2]),) * 2  # fmt: skip
-    found = group_affine_per_sample(x, g, mean.to(sum_of(dtype)), rstd.to(sum_of(dtype)), groups)
-    each = [s.repeat_interleave(channels // groups, 1).view(*shape[:2], *[1] * (len(shape) - 2)) for s in (mean, rstd)]
-    terms = (g.double().abs() * (x.double().abs() + each[0].abs()) * each[1]).flatten(2).sum(2)
-    assert_close(found[0], exact[0], terms, dtype)
-    assert_close(found[1], exact[1], g.double().abs().flatten(2).sum(2), dtype)
+    channels = shape[1]
+    for groups in (1, 2, channels):
+        wide = x.double().reshape(shape[0], groups, channels // groups * math.prod(shape[2:]))
+        mean, rstd = wide.mean(-1).nan_to_num(), (wide.var(-1, unbiased=False) + 1e-5).rsqrt().nan_to_num()
+        exact = truth(lambda v, w, b, n=groups: torch.group_norm(v, n, w, b), x, g, channels)
+        found = group_affine_per_sample(x, g, mean.to(sum_of(dtype)), rstd.to(sum_of(dtype)), groups)
+        each = [s.repeat_interleave(channels // groups, 1).view(*shape[:2], *[1] * (x.dim() - 2)) for s in (mean, rstd)]
+        terms = (g.double().abs() * (x.double().abs() + each[0].abs()) * each[1]).flatten(2).sum(2)
+        assert_close(found[0], exact[0], terms, dtype)
+        assert_close(found[1], exact[1], g.double().abs().flatten(2).sum(2), dtype)
+        x, g = x.contiguous(), g.contiguous()
 
 
-def test_strides_do_not_matter_a_bad_number_stays_in_its_sample_and_refusals(backend: str) -> None:
+@asked(ROWS, [(4, 37, 300), (1, 200, 513)])
+def test_layer_and_rms_norm(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_rows(shape, dtype)
+
+
+@asked(CHANNELS, [(1, 4, 600), (2, 12, 16, 17)])
+def test_group_norm(backend: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_channels(shape, dtype)
+
+
+def test_strides_do_not_matter_and_a_bad_number_stays_in_its_sample(backend: str) -> None:
     x, g = data((3, 6, 40), torch.float32)
     mean, rstd = x.mean(-1), x.std(-1)
     of_groups = x.mean((1, 2)), x.std((1, 2))
@@ -90,12 +96,6 @@ def test_strides_do_not_matter_a_bad_number_stays_in_its_sample_and_refusals(bac
         found = call()[0]
         assert not found[1].isfinite().all()
         torch.testing.assert_close(found[[0, 2]], known[0][[0, 2]])
-    with pytest.raises(ValueError):
-        norm_affine_per_sample(x, g[:2], mean, rstd)
-    with pytest.raises(ValueError):
-        norm_affine_per_sample(x, g, mean[:, :3], rstd)
-    with pytest.raises(ValueError):
-        group_affine_per_sample(x, g, mean, rstd, 4)
     large = 1e30 * g  # whose squares float32 does not hold
     torch.testing.assert_close(rms_rstd(large, 1e-6), large.double().square().mean(2).rsqrt().float())
     assert rms_rstd(x[:0], 1e-6).shape == (0, 6)

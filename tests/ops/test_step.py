@@ -18,7 +18,7 @@ from fastdp.ops.registry import native
 from fastdp.ops.step import StepTable
 from fastdp.ops.updates import SGD, Adam, Draw
 
-from . import cuda_checks as checks
+from . import step_checks as checks
 from .backends import CPU, NATIVE, TRITON, threads
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
@@ -114,6 +114,12 @@ def test_threads_and_instruction_sets_change_no_bit(dtype: torch.dtype) -> None:
         (ValueError, {"std": float("inf")}),
         (ValueError, {"t": 0}),
         (ValueError, {"counter": torch.zeros(1)}),
+        (ValueError, {"offsets": [0, (1 << 62) - 5]}),
+        (ValueError, {"std": -1.0}),
+        (ValueError, {"std": float("nan")}),
+        (ValueError, {"key": [-1] * 8}),
+        (ValueError, {"step": 1 << 48}),
+        (ValueError, {"params": [torch.nn.Parameter(torch.zeros(4)), torch.zeros(6)]}),
     ],
 )
 def test_refusals(error: type[Exception], change: dict[str, Any]) -> None:

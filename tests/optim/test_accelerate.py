@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fastdp
-from fastdp.errors import FastDPError, ParameterError, StepError
+from fastdp.errors import ParameterError, StepError
 
 from ..by_hand import EXPECTED, RECORDS, Loop, R, network, records
 
@@ -89,31 +89,6 @@ def test_made_private_after_prepare(accelerator):
     truth.assert_equal(model)
 
 
-def test_bf16(accelerator):
-    """Norms are those of the same forward under autocast, one sample at a time."""
-    prepared, model = accelerator(mixed_precision="bf16"), network()
-    private = sgd(model, max_grad_norm=0.2)
-    model, optimizer, loader = prepared.prepare(model, private, loader_of(None))
-    for x, y in loader:
-        logits = model(x)
-        assert logits.dtype == torch.float32  # Accelerate's
-        prepared.backward(F.cross_entropy(logits, y))
-        norms = private.norms.clone()
-        optimizer.step()
-        break
-    total = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
-    assert float(total) <= 0.2 * len(x) / EXPECTED * (1 + 1e-5)
-    private.detach()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += p.grad  # as it was before the step
-    for i in range(len(x)):
-        model.zero_grad()
-        F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
-        alone = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-        assert float(norms[i]) == pytest.approx(float(alone), rel=2e-2)
-
-
 def test_states_are_kept_and_taken_up(accelerator, tmp_path):
     """The optimizer's state brings the accountant along; the loader goes by register_for_checkpointing."""
     outcomes = []
@@ -150,40 +125,3 @@ def test_accumulation_by_accelerate_is_refused(accelerator):
                     prepared.backward(F.cross_entropy(model(x), y))
                     optimizer.step()
         assert private.history == []
-
-
-def test_the_setting_of_an_accelerator_that_was_left_stops_no_other_loop(accelerator):
-    accelerator(gradient_accumulation_steps=2)
-    model = network()
-    private = sgd(model, expected_batch_size=EXPECTED)
-    x, y = records()[:EXPECTED]
-    F.cross_entropy(model(x), y).backward()
-    private.step()
-    assert [steps for _, _, steps in private.history] == [1]
-
-
-def test_a_scaler_is_refused(accelerator):
-    """Accelerate makes one for fp16 on a GPU; here by hand."""
-    prepared, model = accelerator(), network()
-    private = sgd(model)
-    prepared.scaler = torch.amp.GradScaler("cpu")
-    model, optimizer = prepared.prepare(model, private)
-    x, y = records()[:EXPECTED]
-    prepared.backward(F.cross_entropy(model(x), y))
-    with pytest.raises(StepError, match="GradScaler"):
-        optimizer.step()
-    assert private.history == []
-
-
-def test_a_model_compiled_by_prepare_is_refused(accelerator):
-    prepared, model = accelerator(dynamo_backend="eager"), network()
-    private = sgd(model)
-    compiled, _ = prepared.prepare(model, private)
-    with pytest.raises((FastDPError, torch._dynamo.exc.TorchDynamoException), match="compiled after"):
-        compiled(records()[:4][0])
-
-
-def test_skip_first_batches_does_not_make_an_ordinary_loader_of_it(accelerator):
-    """The loader's own state is the way to begin within a pass."""
-    with pytest.raises(AttributeError, match="batch_sampler"):
-        accelerator().skip_first_batches(loader_of(), 2)

@@ -74,26 +74,6 @@ def test_a_record_without_steps_after_it_is_taken_up(kind, saved):
     assert "fastdp" not in optimizer.param_groups[0]
 
 
-def test_an_optimizer_of_opacus_names_does_not_hand_on_a_record(saved):
-    from fastdp.compat.opacus import PrivacyEngine
-
-    model, state = saved("adamw")
-    ordinary = torch.optim.AdamW(model.parameters(), lr=0.1)
-    ordinary.load_state_dict(state)
-    data = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,))), batch_size=8
-    )
-    with pytest.warns(UserWarning, match=r"2 noised step\(s\) of it are not in the accountant of PrivacyEngine"):
-        module, wrapped, loader = PrivacyEngine().make_private(
-            module=model, optimizer=ordinary, data_loader=data, noise_multiplier=0.1, max_grad_norm=1.0
-        )
-    for x, y in loader:
-        wrapped.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        wrapped.step()
-    assert all("fastdp" not in group for group in wrapped.state_dict()["param_groups"])
-
-
 @pytest.mark.parametrize("kind", PLAIN)
 def test_flattened_states_of_torch_lose_the_record_and_are_refused(kind):
     from torch.distributed.checkpoint import state_dict as torchs

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.diagnostics import GradientDiagnostics
-from fastdp.errors import FastDPError, GraphError, VerificationError
+from fastdp.errors import FastDPError, VerificationError
 
 B = 6
 
@@ -135,17 +134,7 @@ def test_convolutions_and_padding(sizes: tuple[int, ...] | None) -> None:
     assert step.replayed == 5
 
 
-def test_a_batch_larger_than_all_sizes_goes_through_python() -> None:
-    (one, first), (two, second) = pair()
-    step = second.graphed(losses, batch(99), sizes=(4,))
-    with pytest.warns(UserWarning, match="more samples than the largest size, 4"):
-        loss = step(*batch(1))
-    assert torch.equal(eagerly(one, first, batch(1)), loss) and step.eager == 1
-    assert_equal(one, two)
-
-
-@pytest.mark.parametrize("verify_every", [0, 1])
-@pytest.mark.parametrize("physical", [None, 3])
+@pytest.mark.parametrize(("physical", "verify_every"), [(None, 0), (3, 1)])
 def test_a_poisson_loader(physical: int | None, verify_every: int) -> None:
     """Physical batches add up, empty ones are noise alone, and the ledger is the same."""
     data = TensorDataset(*batch(7, 30))
@@ -170,17 +159,6 @@ def test_a_poisson_loader(physical: int | None, verify_every: int) -> None:
     assert histories[0] == histories[1] == [(0.7, 0.08, 12)]
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # products of more rows round otherwise
-
-
-def test_dropout_draws_as_ever() -> None:
-    (one, first), (two, second) = pair(lambda: Net(dropout=0.4))
-    step = second.graphed(losses, batch(99))
-    for k in range(4):
-        torch.manual_seed(k)
-        a = eagerly(one, first, batch(k))
-        torch.manual_seed(k)
-        assert torch.equal(a, step(*batch(k)))
-    assert_equal(one, two)
 
 
 def test_the_recording_leaves_no_trace() -> None:
@@ -223,17 +201,6 @@ def moved(m: Any) -> None:
     m.one.weight.data = m.one.weight.data.clone() * 2
 
 
-def test_what_changes_at_every_step_is_refused() -> None:
-    (_, _), (model, optimizer) = pair()
-    step = optimizer.graphed(losses, batch(99))
-    with pytest.raises(GraphError, match=r"recorded 8 times, and is another again \('one.weight' is another tensor"):
-        for k in range(9):
-            moved(model)
-            step(*batch(k))
-    with pytest.raises(FastDPError, match="gradients switched off"), torch.no_grad():
-        pair()[0][1].graphed(losses, batch(99))
-
-
 def test_branches_on_numbers_are_seen() -> None:
     """A batch that the model's Python takes another way goes through Python, and is right."""
 
@@ -255,28 +222,6 @@ def test_branches_on_numbers_are_seen() -> None:
     ]
 
 
-def test_batches_that_lie_otherwise_in_memory() -> None:
-    """Columns of a larger tensor, and every second row."""
-    (one, first), (two, second) = pair(conv_net)
-    step = second.graphed(losses, pictures(99))
-    x, y = pictures(4, 2 * B)
-    for data in ((x[::2], y[::2]), (x[B:], y[B:]), (x[:B].transpose(2, 3), y[:B])):
-        assert torch.equal(eagerly(one, first, data), step(*data))
-        assert_equal(one, two)
-
-
-def test_diagnostics_see_replayed_steps() -> None:
-    (one, first), (two, second) = pair()
-    step = second.graphed(losses, batch(99))
-    seen = []
-    for optimizer in (first, second):
-        watch = GradientDiagnostics(optimizer, [])
-        eagerly(one, first, batch(1)) if optimizer is first else step(*batch(1))
-        seen.append(watch.report())
-        watch.remove()
-    assert torch.equal(seen[0].norms, seen[1].norms) and seen[0].cosine == seen[1].cosine
-
-
 def test_verify_every_finds_what_changes_unseen() -> None:
     """An attribute that the loss takes, which no argument shows."""
     (_, _), (model, optimizer) = pair()
@@ -292,16 +237,3 @@ def test_verify_every_finds_what_changes_unseen() -> None:
             step(*batch(k))
     for a, b in zip(before, model.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_verify_every_changes_nothing() -> None:
-    (one, first), (two, second) = pair(lambda: Net(dropout=0.4))
-    step = second.graphed(losses, batch(99), verify_every=1)
-    for k in range(4):
-        torch.manual_seed(k)
-        a, after = eagerly(one, first, batch(k)), torch.rand(3)
-        torch.manual_seed(k)
-        b, again = step(*batch(k)), torch.rand(3)
-        assert torch.equal(a, b) and torch.equal(after, again)
-    assert_equal(one, two)
-    assert first.history == second.history

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 import warnings
 from collections.abc import Callable
@@ -123,34 +122,11 @@ def test_what_changes_is_replayed_as_python_does_it(name: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
-def test_states_that_come_again_are_not_recorded_again() -> None:
-    model: Any = Net()
-    step = private(model).graphed(losses, data())
-    for number in range(30):
-        model.a.weight.requires_grad_(number % 2 == 0)
-        with torch.no_grad():
-            model(data(9)[0])  # an evaluation, of another length
-        step(*data(seed=number))
-    assert (step.replayed, step.eager) == (30, 0)  # more than eight recordings would be refused
-
-
 SIZES = {
     "a tensor of it": lambda count: torch.tensor(float(count)),
     "a sum of ones": lambda count: torch.ones(count).sum(),
     "a branch": lambda count: 3.0 if count == 1 else 1.0,
 }
-
-
-def test_a_loss_of_the_number_of_samples_is_not_padded_with_dropout() -> None:
-    """Where draws forbid to compare numbers, constants of one number tell."""
-
-    def by_size(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return losses(model, F.dropout(x, 0.5), y) / torch.tensor(float(len(x)))
-
-    step = private(Net()).graphed(by_size, data(8), sizes=(8,))
-    with pytest.warns(UserWarning, match="another for other numbers of samples"):
-        step(*data(3))
-    assert (step.replayed, step.eager) == (0, 1)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -170,45 +146,6 @@ def test_a_loss_of_the_number_of_samples_is_not_padded(name: str) -> None:
         eager.step()
         eager.zero_grad()
     assert (step.replayed, step.eager) == (1, 2)
-
-
-def test_constants_as_long_as_the_batch() -> None:
-    weights, teacher = torch.tensor([1.0, 2.0, 3.0]), nn.Linear(4, 3)
-
-    def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():  # its parameters require grad, and nobody asks for their gradients
-            soft = teacher(x).softmax(1)
-        return F.cross_entropy(model(x), y, weight=weights, reduction="none") + F.cross_entropy(
-            model(x), soft, reduction="none"
-        )
-
-    for count in (3, 4):
-        step = private(Net()).graphed(weighted, data(count), sizes=(count,))
-        step(*data(2))
-        assert step.replayed == 1
-
-
-def test_weights_among_the_arguments() -> None:
-    def weighted(model: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, weight=weight, reduction="none")
-
-    weights = torch.tensor([1.0, 2.0, 3.0])
-    step = private(Net()).graphed(weighted, sizes=(8,))
-    for number, count in enumerate((8, 7, 3, 3, 5, 8)):  # three samples: as many as there are weights
-        step(*data(count, number), weights)
-    assert (step.replayed, step.eager) == (5, 1)
-    with pytest.raises(GraphError, match="give an example of another size"):
-        private(Net()).graphed(weighted, (*data(3), weights), sizes=(8,))
-
-
-def test_dicts_in_any_order() -> None:
-    def of_dict(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
-        return losses(model, given["x"], given["y"])
-
-    x, y = data()
-    step = private(Net()).graphed(of_dict, ({"x": x, "y": y},))
-    step({"y": y, "x": x})
-    assert step.replayed == 1
 
 
 # --------------------------------------------------------------------------- the loss of `step.loss`
@@ -232,29 +169,6 @@ def test_a_loss_is_not_combined_with_anything(name: str) -> None:
     with pytest.raises(GraphError, match="scaled, or added up with others"):
         LOSSES[name](step.loss(*data()), step, model).backward()
     assert not optimizer._privacy.busy
-
-
-def test_a_loss_can_be_looked_at() -> None:
-    model = Net()
-    optimizer = private(model)
-    step = optimizer.graphed(losses, data())
-    loss = step.loss(*data())
-    plain = float(losses(model, *data()).mean())
-    assert float(loss) == loss.item() == pytest.approx(plain) and f"{loss:.3f}" == f"{plain:.3f}"
-    assert loss.requires_grad and loss.shape == () and bool(torch.isfinite(loss)) and loss < 100
-    assert type(loss.detach() + 1) is Tensor and type(loss.detach().clone()) is Tensor
-    (loss / 1).backward()  # as Accelerate does without accumulation
-    optimizer.step()
-    if "has_torch_function" in inspect.getsource(torch.autograd.backward):
-        with pytest.raises(GraphError, match="one backward"):
-            torch.autograd.backward([step.loss(*data()), step.loss(*data())])
-    else:  # of torch 2.9: it shows itself to nobody, and is two backwards
-        with pytest.warns(UserWarning, match="several backwards before a step"):
-            torch.autograd.backward([step.loss(*data()), step.loss(*data())])
-    with pytest.raises(GraphError, match="scaled, or added up with others"):
-        step.loss(*data()).backward(torch.tensor(2.0))
-    with pytest.raises(GraphError, match="create_graph"):
-        step.loss(*data()).backward(create_graph=True)
 
 
 @pytest.mark.parametrize("what", ["batch", "parameter"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastdp.graphs.steps
 import fastdp.optim.graphed_step
-from fastdp.errors import GraphError, StepError, VerificationError
+from fastdp.errors import StepError
 
 from ..graphs.fake_cuda import FakeCuda, NoGraphs
 from .test_graphed import B, Net, assert_equal, batch, conv_net, eagerly, losses, pair, pictures
@@ -75,16 +75,6 @@ def test_steps_are_those_of_python(cuda: FakeCuda, options: dict[str, Any]) -> N
     assert step.replayed == 6 and cuda.calls.count("capture") == captures == 2
 
 
-def test_other_parameters_are_captured_anew(cuda: FakeCuda) -> None:
-    (one, first), (two, second) = pair(mlp, "DPSGD")
-    step = second.graphed(flat, rows(99))
-    eagerly(one, first, rows(0), flat), step(*rows(0))
-    two[0].weight.data = two[0].weight.data.clone()
-    eagerly(one, first, rows(1), flat), step(*rows(1))
-    assert_equal(one, two)
-    assert cuda.calls.count("capture") == 2 and step.captured
-
-
 def test_gradients_of_an_earlier_replay_are_refused(cuda: FakeCuda) -> None:
     """Their memory holds what the next replay gave, whose samples would count twice, with norms of others."""
     _, (model, optimizer) = pair(mlp, "DPSGD")
@@ -94,25 +84,6 @@ def test_gradients_of_an_earlier_replay_are_refused(cuda: FakeCuda) -> None:
         earlier.backward()
     later.backward()
     optimizer.step()
-
-
-def test_nobody_reads_norms_of_overwritten_data(cuda: FakeCuda) -> None:
-    _, (model, optimizer) = pair(mlp, "DPSGD")
-    step = optimizer.graphed(flat, rows(99))
-    program = step._programs[B]
-    _, gradients = program.replay(list(rows(0)), B)
-    params = optimizer._privacy.engine.parameters()
-    norms = gradients.norm_sq(params)
-    program.replay(list(rows(1)), B)
-    for ask in (
-        lambda: gradients.norm_sq(params),
-        lambda: gradients.clipped_sum(torch.ones(B), params),
-        lambda: gradients.per_sample(params[0]),
-        lambda: gradients.uses,
-    ):
-        with pytest.raises(StepError, match="which has overwritten them"):
-            ask()
-    assert norms.shape == (B,)
 
 
 def test_dropout_draws_anew_at_every_launch(cuda: FakeCuda) -> None:
@@ -125,15 +96,6 @@ def test_dropout_draws_anew_at_every_launch(cuda: FakeCuda) -> None:
         torch.manual_seed(k)
         assert torch.equal(a, step(*rows(0)))
         assert_equal(one, two)
-
-
-def test_replays_are_verified(cuda: FakeCuda) -> None:
-    _, (_, optimizer) = pair(mlp, "DPSGD")
-    step = optimizer.graphed(flat, rows(99), verify_every=1)
-    step(*rows(0))
-    cuda.spoil = True
-    with pytest.raises(VerificationError, match="norms"):
-        step(*rows(1))
 
 
 class Branching(nn.Sequential):
@@ -173,23 +135,6 @@ def test_where_nothing_is_captured_the_step_is_replayed_without_a_graph(monkeypa
     eagerly(one, first, rows(0), flat), step(*rows(0))
     assert_equal(one, two)
     assert step.replayed == 1 and not step.captured
-
-
-def test_inductor_s_code_is_captured(cuda: FakeCuda) -> None:
-    (one, first), (two, second) = pair(mlp, "DPSGD")
-    step = second.graphed(flat, rows(99), compile=True)
-    assert step.captured and step.compiled
-    for k in range(2):
-        torch.testing.assert_close(eagerly(one, first, rows(k), flat), step(*rows(k)))
-    for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-
-
-def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastdp.graphs.steps, "REPLAYED", set())
-    _, (_, optimizer) = pair(mlp, "DPSGD")
-    with pytest.raises(GraphError, match="lies on cpu: steps are recorded on the CPU and on CUDA"):
-        optimizer.graphed(flat, rows(0))
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -241,13 +186,3 @@ def test_cuda_graphs_draw_new_masks() -> None:
     x, y = (t.cuda() for t in rows(0))
     step = optimizer.graphed(flat, (x, y))
     assert step.captured and len({float(step(x, y)) for _ in range(5)}) == 5
-
-
-@GPU
-def test_gradients_of_an_earlier_launch_are_refused() -> None:
-    _, (model, optimizer) = pair(on_gpu(mlp), "DPSGD")
-    step = optimizer.graphed(flat, tuple(t.cuda() for t in rows(99)))
-    earlier = step.loss(*(t.cuda() for t in rows(0)))
-    step.loss(*(t.cuda() for t in rows(1)))
-    with pytest.raises(StepError, match="which has overwritten them"):
-        earlier.backward()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.errors import GraphError
-from fastdp.optim import graphed_shapes
 
 from .test_graphed import B, Net, assert_equal, batch, eagerly, losses, pair
 
@@ -58,22 +55,6 @@ def test_a_second_backward_is_refused() -> None:
     assert second.history == [(0.7, None, 1)]
 
 
-def test_a_closure() -> None:
-    (one, first), (two, second) = pair()
-    step = second.graphed(losses, batch(99))
-    for number in range(3):
-        eagerly(one, first, batch(number))
-
-        def closure(number: int = number) -> Tensor:
-            second.zero_grad()
-            loss = step.loss(*batch(number))
-            loss.backward()
-            return loss
-
-        second.step(closure)
-    assert_equal(one, two)
-
-
 # --------------------------------------------------------------------------- of many shapes
 
 
@@ -91,19 +72,6 @@ def test_every_shape_is_recorded_when_it_comes_again() -> None:
         assert torch.equal(a, b)
     assert_equal(one, two)
     assert (step.replayed, step.eager) == (len(lengths) - 3, 3)
-
-
-def test_more_shapes_than_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_shapes, "SHAPES", 2)
-    (one, first), (two, second) = pair()
-    step = second.graphed(losses, sizes=(B,))
-    with pytest.warns(UserWarning, match="batches of 2 shapes are recorded, and there are more") as seen:
-        for number, length in enumerate([2, 2, 3, 3, 4, 4, 4, 5]):
-            eagerly(one, first, texts(number, length))
-            step(*texts(number, length))
-    assert [w.filename for w in seen if "pad to fewer" in str(w.message)] == [__file__]
-    assert_equal(one, two)
-    assert (step.replayed, step.eager) == (2, 6)
 
 
 @pytest.mark.parametrize("shapes", [True, False])
@@ -132,54 +100,3 @@ def test_within_a_logical_batch(shapes: bool) -> None:
 
 
 # --------------------------------------------------------------------------- Lightning
-
-
-@pytest.mark.parametrize("part", [True, False])
-@pytest.mark.parametrize("manual", [False, True])
-def test_lightning(manual: bool, part: bool, tmp_path: Any) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    from fastdp.lightning import DPCallback, stream
-
-    data = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3)
-
-    class Module(lightning.LightningModule):
-        def __init__(self, graphed: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net, self.steps, self.graphed = nn.Linear(4, 3), None, graphed
-            self.automatic_optimization = not manual
-
-        def configure_optimizers(self):
-            options = dict(lr=0.1, noise_multiplier=0.5, max_grad_norm=0.5, seed=5)
-            self.private = fastdp.DPSGD(self.net if part else self, **options)
-            return self.private
-
-        def forward(self, x):
-            return self.net(x)
-
-        def training_step(self, batch, number):
-            if self.steps is None and self.graphed:
-                each = lambda net, x, y: F.cross_entropy(net(x), y, reduction="none")
-                self.steps = self.private.graphed(each, sizes=(4,))
-            loss = self.steps.loss(*batch) if self.graphed else F.cross_entropy(self(batch[0]), batch[1])
-            if manual:
-                self.manual_backward(loss)
-                self.optimizers().step()
-                self.optimizers().zero_grad()
-            return loss
-
-    modules = []
-    for graphed in (False, True):
-        loader = fastdp.poisson_loader(data, sample_rate=0.2, steps=5, seed=1, max_physical_batch_size=4)
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_progress_bar=False,
-            enable_checkpointing=False, enable_model_summary=False, default_root_dir=str(tmp_path),
-            callbacks=[DPCallback(delta=1e-3)],
-        )  # fmt: skip
-        module = Module(graphed)
-        trainer.fit(module, stream(loader))
-        assert module.private.history == [(0.5, 0.2, 10)]
-        modules.append(module)
-    assert modules[1].steps.replayed > 10
-    for p, q in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

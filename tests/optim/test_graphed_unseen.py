@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,12 +27,6 @@ def data(size: int = B, seed: int = 2) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
 
 
-def scaled(x: Tensor) -> Tensor:
-    s = torch.tensor([[1.0, 2.0, 4.0]]).squeeze(0)
-    s /= 2
-    return x * s
-
-
 def seeded(x: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -53,11 +45,6 @@ def applied(x: Tensor) -> Tensor:
     return x * x.detach().clone().apply_(lambda v: 1 + v * v)
 
 
-def packed(x: Tensor) -> Tensor:
-    first = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))[0, 0].item()
-    return x * (1 + first)
-
-
 class Between(nn.Module):
     def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -68,7 +55,7 @@ class Between(nn.Module):
         return self.own(self.layer(x))
 
 
-@pytest.mark.parametrize("function", [scaled, seeded, of_an_own_generator, applied, packed])
+@pytest.mark.parametrize("function", [seeded, of_an_own_generator, applied])
 def test_what_goes_past_the_dispatcher_is_refused(function: Callable[[Tensor], Tensor]) -> None:
     optimizer = fastdp.DPSGD(Between(function), **OPTIONS)
     OWN.manual_seed(1)
@@ -117,25 +104,6 @@ def test_rows_of_a_weight_that_the_batch_chooses(how: str) -> None:
 # --------------------------------------------------------------------------- changes of the model
 
 
-def test_hooks_everywhere_and_on_gradients() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = fastdp.DPSGD(model, **OPTIONS)
-    step = optimizer.graphed(losses, data())
-    step(*data())
-    before = optimizer.norms.clone()
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, given, out: out * 2 if type(module) is nn.ReLU else None
-    )
-    try:
-        step(*data())
-        assert not torch.allclose(optimizer.norms, before, rtol=1e-2)
-    finally:
-        handle.remove()
-    model[0].weight.register_hook(lambda grad: grad * 0)
-    with pytest.raises(FastDPError, match="hooks on their gradients"):
-        step(*data())
-
-
 def test_a_recording_that_fails_leaves_the_step_as_it_was() -> None:
     """It fails with the same words each time, and works again once the cause is gone."""
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -179,56 +147,3 @@ def test_arguments_that_are_no_tensors() -> None:
         optimizer.graphed(
             lambda m, x, y: F.cross_entropy(m(x), label.expand(len(x)), reduction="none"), data(), sizes=(1,)
         )
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_draws_of_python_and_numpy_are_refused(draw: Callable[[], float]) -> None:
-    """A layer that is dropped once in a million steps is dropped in no recording; a refusal draws nothing."""
-    optimizer = fastdp.DPSGD(Between(lambda x: x if draw() > 1e-6 else x * 0), **OPTIONS)
-    before = random.getstate(), np.random.get_state()[2]
-    with pytest.raises(GraphError, match="random"):
-        optimizer.graphed(losses, data())
-    assert (random.getstate(), np.random.get_state()[2]) == before
-
-
-def test_rows_of_one_sample_are_refused() -> None:
-    """Each row would be clipped as a sample."""
-    optimizer = fastdp.DPSGD(nn.Linear(4, 3), rows_per_sample=2, **OPTIONS)
-    with pytest.raises(GraphError, match="several rows of each sample"):
-        optimizer.graphed(losses, data())
-
-
-def hooked_otherwise(m: Any) -> None:
-    m.handle.remove()
-    m[0].register_forward_hook(lambda module, given, out: out * 3)
-
-
-def swapped(m: Any) -> None:
-    m[1] = nn.Tanh()
-
-
-def another_rate(m: Any) -> None:
-    m[3].p = 0.0
-
-
-def another_forward(m: Any) -> None:
-    m[0].forward = lambda x: F.linear(x, m[0].weight) * 3
-
-
-@pytest.mark.parametrize("change", [swapped, hooked_otherwise, another_rate, another_forward])
-def test_a_changed_model_is_recorded_again(change: Callable[[Any], None]) -> None:
-    norms = []
-    for graphed in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Dropout(0.5))
-        model.handle = model[0].register_forward_hook(lambda module, given, out: out * 1)
-        optimizer = fastdp.DPSGD(model, **OPTIONS)
-        step = optimizer.graphed(losses, data(seed=9)) if graphed else None
-        change(model)
-        torch.manual_seed(1)
-        if step is None:
-            losses(model, *data()).mean().backward()
-        else:
-            step(*data())
-        norms.append(optimizer.norms.clone())
-    assert torch.equal(*norms)

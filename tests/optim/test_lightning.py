@@ -117,89 +117,7 @@ def test_without_anything_of_ours_but_the_optimizer_and_the_loader(tmp_path):
     assert fastdp.sampling.current() is None or len(fastdp.batch_axis.current_batch.ACTIVE) == 0
 
 
-def test_bf16_mixed(tmp_path):
-    module = module_of(truth=False)
-    trainer_of(tmp_path, precision="bf16-mixed").fit(module, loader_of())
-    assert module.private.history == [(0.0, Q, STEPS)]
-    other = module_of(truth=False)
-    trainer_of(tmp_path).fit(other, loader_of())
-    a, b = (torch.nn.utils.parameters_to_vector(m.net.parameters()).detach() for m in (module, other))
-    assert not torch.equal(a, b) and torch.allclose(a, b, atol=0.05)
-
-
-def test_schedulers_by_step_and_by_epoch(tmp_path):
-    """By step: of each physical batch, unless lr_scheduler_step asks the optimizer."""
-
-    def fit(interval, asks):
-        module = module_of(truth=False)
-        configure = module.configure_optimizers
-
-        def with_schedule():
-            schedule = torch.optim.lr_scheduler.ExponentialLR(configure(), 0.5)
-            return {"optimizer": module.private, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
-
-        module.configure_optimizers = with_schedule
-        if asks:
-            module.lr_scheduler_step = lambda schedule, metric: module.private.stepped and schedule.step()
-        trainer = trainer_of(tmp_path, max_epochs=2, callbacks=[DPCallback()])
-        trainer.fit(module, stream(loader_of(4)))
-        return module.private.param_groups[0]["lr"], module.calls
-
-    assert fit("epoch", False)[0] == 0.25
-    assert fit("step", True)[0] == 0.5 ** (2 * STEPS)
-    rate, calls = fit("step", False)
-    assert rate == 0.5**calls and calls > 2 * STEPS
-
-
-def test_several_optimizers(tmp_path):
-    """Manual optimization of two parts of a module, each with its optimizer, taking turns on every batch."""
-
-    class Two(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.first, self.second = network(0), network(1)
-            self.truths = [Loop(self.first), Loop(self.second)]
-
-        def training_step(self, batch, number):
-            for net, truth, optimizer in zip((self.first, self.second), self.truths, self.optimizers(), strict=True):
-                self.toggle_optimizer(optimizer)
-                self.manual_backward(F.cross_entropy(net(batch[0]), batch[1]))
-                optimizer.step()
-                optimizer.zero_grad()
-                self.untoggle_optimizer(optimizer)
-                truth.see(*batch)
-                truth.step()
-
-        def configure_optimizers(self):
-            self.private = [
-                fastdp.DPSGD(net, lr=1.0, noise_multiplier=0.0, max_grad_norm=R) for net in (self.first, self.second)
-            ]
-            return self.private
-
-    module = Two()
-    trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module, loader_of())
-    for net, truth, optimizer in zip((module.first, module.second), module.truths, module.private, strict=True):
-        truth.assert_equal(net)
-        assert optimizer.history == [(0.0, Q, STEPS)]
-
-
 # --------------------------------------------------------------------------- checkpoints, the budget
-
-
-def test_the_wrapper_of_manual_optimization_is_the_optimizer():
-    module = module_of(manual=True)
-    optimizer = lightning.core.optimizer.LightningOptimizer(module.configure_optimizers())
-    F.cross_entropy(module(records()[:4][0]), records()[:4][1]).backward()
-    optimizer.zero_grad()
-    with pytest.raises(StepError, match="without a backward"):
-        module.private.step()  # zero_grad of the wrapper dropped what the optimizer held
-    assert "fastdp" in optimizer.state_dict() and optimizer.epsilon(1e-5) == 0
-    optimizer.noise_multiplier = 2.0
-    assert module.private.noise_multiplier == 2.0
-    optimizer.detach()
-    with pytest.raises(StepError, match="detached"):
-        module.private.step()
 
 
 @pytest.mark.parametrize("limit", [None, 4])
@@ -229,17 +147,6 @@ def test_a_checkpoint_is_taken_up(tmp_path, limit, every):
     assert again.private.history == whole.private.history == [(1.0, Q, 2 * STEPS)]
     a, b = (torch.nn.utils.parameters_to_vector(m.net.parameters()).detach() for m in (whole, again))
     assert torch.equal(a, b) or every == "epoch"
-
-
-def test_the_budget_pays_for_a_largest_size(tmp_path):
-    """Each step's sample is cut with a small probability, which is in epsilon too: fewer steps are left."""
-    module = module_of(base=fastdp.DPAdamW, truth=False, lr=0.05, noise_multiplier=1.0, accountant="rdp")
-    size = next(size for size in range(EXPECTED + 1, RECORDS) if fastdp.sampling.truncation(RECORDS, Q, size) < 3e-5)
-    loader = loader_of(max_batch_size=size)
-    trainer_of(tmp_path, max_epochs=50, callbacks=[DPCallback(delta=1e-2, target_epsilon=4.0)]).fit(module, loader)
-    ((_, _, steps, chance),) = module.private.history
-    assert chance == loader.truncation
-    assert steps == most_steps([], 1.0, Q, 4.0, 1e-2, "rdp", chance) < most_steps([], 1.0, Q, 4.0, 1e-2, "rdp")
 
 
 @pytest.mark.parametrize("limit", [None, 4])
@@ -290,25 +197,6 @@ def test_a_batch_that_manual_optimization_passes_over_is_refused(tmp_path, limit
     module.training_step = lambda batch, batch_idx: None if batch_idx == wanted else step(batch, batch_idx)
     with pytest.raises(StepError, match="loop skipped"):
         trainer_of(tmp_path, max_epochs=2, callbacks=[DPCallback()]).fit(module, stream(loader) if limit else loader)
-
-
-def test_clipping_by_the_trainer(tmp_path):
-    """Finds no gradients and so changes nothing; the callback refuses it, and so does Lightning under bf16."""
-    module = module_of()
-    trainer_of(tmp_path, gradient_clip_val=1e-9).fit(module, loader_of())
-    module.truth.assert_equal(module.net)
-    with pytest.raises(StepError, match="gradient_clip_val"):
-        trainer_of(tmp_path, gradient_clip_val=1.0, callbacks=[DPCallback()]).fit(module_of(), loader_of())
-    with pytest.raises(RuntimeError, match="clipping"):
-        trainer_of(tmp_path, gradient_clip_val=1.0, precision="bf16-mixed").fit(module_of(), loader_of())
-
-
-def test_fp16_is_refused(tmp_path):
-    plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    module = module_of(truth=False)
-    with pytest.raises(StepError, match="bf16-mixed"):
-        trainer_of(tmp_path, plugins=[plugin]).fit(module, loader_of())
-    assert module.private.history == []
 
 
 def test_physical_batches_need_the_stream_and_the_callback(tmp_path):

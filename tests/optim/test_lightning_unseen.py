@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import types
-import weakref
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -57,17 +52,6 @@ def test_a_batch_that_is_none_is_not_passed_over(tmp_path, manual, monkeypatch):
     assert module.private.history == [] and set(calls) == {RECORDS // 4}
 
 
-@pytest.mark.parametrize("limit", [None, 4])
-def test_a_loader_within_a_list(tmp_path, limit):
-    module, loader = module_of(), loader_of(limit)
-    step = module.training_step
-    module.training_step = lambda batch, batch_idx: step(batch[0], batch_idx)
-    trainer = trainer_of(tmp_path, callbacks=[DPCallback(delta=1e-5, target_epsilon=float("inf"))])
-    trainer.fit(module, [stream(loader) if limit else loader])
-    assert module.private.history == [(0.0, Q, STEPS)]
-    module.truth.assert_equal(module.net)
-
-
 def test_loaders_that_lightning_would_join(tmp_path):
     for loaders, match in (
         ([loader_of(4)], "give fit.. fastdp.lightning.stream"),
@@ -75,26 +59,6 @@ def test_loaders_that_lightning_would_join(tmp_path):
     ):
         with pytest.raises(StepError, match=match):
             trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module_of(truth=False), loaders)
-
-
-@pytest.mark.parametrize("limit", [None, 4])
-def test_a_training_step_that_fetches_batches_itself(tmp_path, limit):
-    module, loader = module_of(), loader_of(limit)
-    step = module.training_step
-
-    def training_step(self, dataloader_iter):  # Lightning looks at the names
-        batch, number, _ = next(dataloader_iter)
-        return step(batch, number)
-
-    module.training_step = types.MethodType(training_step, module)
-    trainer = trainer_of(tmp_path, callbacks=[DPCallback(delta=1e-5)])
-    if limit:
-        with pytest.raises(StepError, match="batch, batch_idx"):
-            trainer.fit(module, stream(loader))
-    else:
-        trainer.fit(module, loader)
-        assert trainer.callback_metrics["noised_steps"] == STEPS
-        module.truth.assert_equal(module.net)
 
 
 def test_a_distributed_sampler_that_repeats_records(tmp_path):
@@ -161,42 +125,3 @@ def test_a_layer_that_was_unfrozen_is_trained_when_the_run_resumes(tmp_path):
         torch.testing.assert_close(p, q)
     with pytest.raises(ParameterError, match="net.0.weight.*without add_param_group.*BaseFinetuning"):
         fit(3, tmp_path / "two.ckpt", callbacks=[Unfreezes()])
-
-
-def test_a_group_that_came_in_by_hand():
-    module = module_of(truth=False, expected_batch_size=EXPECTED)
-    optimizer = fastdp.privatize(
-        torch.optim.SGD(module.net[0].parameters(), lr=0.1), module, noise_multiplier=0.0, expected_batch_size=4
-    )
-    late = [p for p in module.parameters() if id(p) not in {id(q) for q in module.net[0].parameters()}]
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": late})
-    x, y = records()[:4]
-    F.cross_entropy(module(x), y).backward()
-    with pytest.raises(ParameterError, match="param_groups.*add_param_group"):
-        optimizer.step()
-    assert optimizer.history == []
-    optimizer.detach()
-
-
-def test_a_loader_that_is_asked_for_again_is_no_pass_without_steps(tmp_path):
-    """As it reloads, Lightning begins two passes, and trains on one."""
-    module, batches = module_of(truth=False), stream(loader_of(4))
-    module.train_dataloader = lambda: batches
-    trainer_of(tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1, callbacks=[DPCallback()]).fit(module)
-    assert module.private.history == [(0.0, Q, 2 * STEPS)] and module.private._privacy.missed.state_dict() == {}
-
-
-def test_a_step_keeps_nothing_of_the_loop_that_calls_it():
-    """It looks for Lightning among its callers; what their locals held must go when they let go of it."""
-    module = module_of(truth=False, expected_batch_size=EXPECTED)
-    optimizer = module.configure_optimizers()
-    x, y = records()[:4]
-    batch = x.clone()
-    F.cross_entropy(module(batch), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    held = weakref.ref(batch)
-    del batch
-    gc.collect()
-    assert held() is None
-    optimizer.detach()

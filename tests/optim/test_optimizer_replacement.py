@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.errors import ClippingError, OptimizerReplacedWarning, ParameterError, StepError
-from fastdp.mechanisms import DPFTRL, ftrl_loader
 
 from ..runs import backward, data, model_of, steps
 
@@ -60,17 +58,6 @@ def test_what_the_first_spent_is_said_and_goes_on_being_counted(silent):
     assert third.history == second.history
 
 
-def test_the_state_of_the_first_is_not_counted_twice(silent):
-    model = model_of()
-    first = private(model, fastdp.DPAdamW)
-    steps(first, model, 4)
-    with replaced("load_state_dict"):
-        second = private(model, fastdp.DPAdamW)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert second.history == [(1.0, 0.1, 4)] and second.epsilon(1e-5) == first.epsilon(1e-5)
-    assert float(second.state[model[0].weight]["step"]) == 4  # of the moments
-
-
 def test_who_detaches_the_first_begins_anew():
     model = model_of()
     first = private(model)
@@ -82,20 +69,6 @@ def test_who_detaches_the_first_begins_anew():
     assert second.history == []
     with pytest.warns(UserWarning, match=r"2 noised step\(s\) were made on this model's parameters by another"):
         second.epsilon(1e-5)
-
-
-def test_a_rate_that_nobody_told_and_an_optimizer_that_nobody_holds():
-    model = model_of()
-    first = private(model, sample_rate=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        steps(first, model, 2)
-    del first
-    gc.collect()
-    with replaced(r"2 noised step\(s\) \(whose sample rate nobody has told\)"):
-        second = private(model)
-    assert second.history == [(1.0, None, 2)]
-    assert second.epsilon(1e-5, sample_rate=0.1) == epsilon_of([(1.0, 0.1, 2)], 1e-5, "rdp")
 
 
 def test_where_the_second_cannot_be_made_the_first_goes_on():
@@ -120,27 +93,6 @@ def test_where_the_second_cannot_be_made_the_first_goes_on():
     steps(first, model, 1)
 
 
-def test_where_the_warning_is_an_error_the_first_goes_on():
-    model = model_of()
-    first = private(model)
-    steps(first, model, 2)
-    backward(model, data())  # waits for its step
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", OptimizerReplacedWarning)
-        with pytest.raises(OptimizerReplacedWarning):
-            private(model)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(OptimizerReplacedWarning):
-            fastdp.privatize(plain, model, noise_multiplier=1.0)
-    assert type(plain) is torch.optim.SGD
-    first.step()
-    assert first.history == [(1.0, 0.1, 3)]
-    with replaced("3 noised"):
-        second = private(model)
-    steps(second, model, 1)
-    assert second.history == [(1.0, 0.1, 4)]
-
-
 def test_the_second_makes_no_step_on_the_batch_that_the_first_has_stepped_on():
     """Both would count as samples of their own, and are one."""
     model = model_of()
@@ -162,24 +114,6 @@ def test_the_second_makes_no_step_on_the_batch_that_the_first_has_stepped_on():
     assert optimizer.history == [(1.0, 0.9, 3)]
 
 
-def test_a_backward_of_the_first_is_no_gradient_of_the_second():
-    model = model_of()
-    private(model)
-    early = model(data()).square().sum(1).mean()
-    backward(model, data())  # held by the first
-    with replaced("made no step"):
-        second = private(model)
-    with pytest.raises(StepError, match="without a backward"):
-        second.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        early.backward()
-    with pytest.raises(StepError, match="without a backward"):
-        second.step()
-    assert all(p.grad is None for p in model.parameters())
-    steps(second, model, 1)
-
-
 def test_what_cannot_be_replaced_stands_in_the_way(tmp_path):
     model = model_of()
     first = private(model, ledger=tmp_path / "steps")
@@ -196,37 +130,6 @@ def test_what_cannot_be_replaced_stands_in_the_way(tmp_path):
         private(model)
 
 
-def test_a_ledger_file_gets_what_the_first_has_spent(tmp_path, silent):
-    """Where the process dies before a checkpoint, the file is all that there is."""
-    model = model_of()
-    first = private(model, noise_multiplier=2.0)
-    steps(first, model, 3)
-    with replaced("3 noised"):
-        second = private(model, ledger=tmp_path / "steps")
-    steps(second, model, 2)
-    second.detach()
-    again = private(model_of(), ledger=tmp_path / "steps")
-    spent = epsilon_of([(2.0, 0.1, 3), (1.0, 0.1, 2)], 1e-5, "rdp")
-    assert again.epsilon(1e-5) == second.epsilon(1e-5) == spent
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again.load_state_dict(copy.deepcopy(second.state_dict()))
-    assert again.epsilon(1e-5) == spent  # the same steps count once
-
-
-def test_mechanisms_do_not_mix():
-    model = model_of()
-    first = DPFTRL(model, lr=0.1, noise_multiplier=4.0)
-    for (x,) in ftrl_loader(torch.utils.data.TensorDataset(data(12)), batch_size=6):
-        backward(model, x)
-        first.step()
-    with replaced("this DPSGD takes the place of the DPFTRL.*does not count them"):
-        second = private(model)
-    assert second.history == []
-    with pytest.warns(UserWarning, match=r"2 noised step\(s\) were made on this model's parameters by another"):
-        second.epsilon(1e-5)
-
-
 def test_privatize_replaces_too():
     model = model_of()
     steps(private(model), model, 1)
@@ -235,14 +138,3 @@ def test_privatize_replaces_too():
         made = fastdp.privatize(plain, model, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
     assert made.history == [(1.0, 0.1, 1)] and seen[0].filename == __file__
     steps(made, model, 1)
-
-
-def test_units_of_privacy_do_not_mix():
-    model = model_of()
-    first = private(model)
-    steps(first, model, 1)
-    with replaced("1 noised"):
-        second = private(model)
-    second.group_by([0, 0, 1, 1, 2, 2])
-    with pytest.raises(StepError, match="no one epsilon holds for both"):
-        backward(model, data())

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
 import inspect
-import json
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,43 +193,6 @@ def test_options_from_dicts_partials_and_copies():
             duplicate(made)
 
 
-PROGRAM = """\
-import fastdp, torch
-model = torch.nn.Linear(2, 2)
-fastdp.DPAdamW(model, lr=1e-3, noise_multiplier=1.0, max_grad_nrom=1.0)
-fastdp.DPSGD(model, lr=1e-3, noise_multiplier="much", betas=(0.9, 0.99))
-fastdp.DPSGD(model, lr=1e-3, max_grad_norm=1.0)
-reveal_type(fastdp.privatize(torch.optim.SGD(model.parameters()), model, noise_multiplier=1.0))
-"""
-
-
-def test_type_checkers_see_them(tmp_path):
-    """mypy, out of the tree: on a program with misspelt, missing and wrongly typed options."""
-    pytest.importorskip("mypy")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment())
-    lines = done.stdout.splitlines()
-    said = {number: [line for line in lines if line.startswith(f"program.py:{number}:")] for number in range(1, 7)}
-    assert not said[1] and not said[2], f"{done.stdout}\nIs the tree installed by an earlier `pip install -e .`?"
-    assert 'Unexpected keyword argument "max_grad_nrom"' in said[3][0], done.stdout
-    assert any('"noise_multiplier" to "DPSGD" has incompatible type "str"' in line for line in said[4])
-    assert any('Unexpected keyword argument "betas"' in line for line in said[4])
-    assert 'Missing named argument "noise_multiplier"' in said[5][0]
-    assert any("PrivateOptimizer" in line for line in said[6])
-
-
-def environment() -> dict[str, str]:
-    """Where mypy looks: where Python does. An editable install of this tree must be seen; of another, this is told."""
-    root = Path(fastdp.__file__).resolve().parent.parent
-    found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    installed = [
-        json.loads(text).get("url") for each in importlib.metadata.distributions(name="fastdp")
-        if (text := each.read_text("direct_url.json"))
-    ]  # fmt: skip
-    return found if root.as_uri() in installed else {**found, "MYPYPATH": str(root)}
-
-
 @pytest.mark.parametrize(
     "options, match",
     [
@@ -257,8 +214,3 @@ def test_numbers_of_samples_and_rows_that_there_cannot_be(options, match):
         with pytest.raises(ValueError, match=match):
             make()
     fastdp.DPSGD(model, noise_multiplier=1.0)  # nothing is left on the model
-
-
-def test_a_misspelt_way_to_clip_is_told_all_of_them():
-    with pytest.raises(ClippingError, match="local, global, automatic, adaptive or a callable, not 'Adaptive'"):
-        fastdp.DPSGD(torch.nn.Linear(3, 2), noise_multiplier=1.0, clipping="Adaptive")

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.errors import FastDPError, StepError
+from fastdp.errors import StepError
 
 from ..runs import backward, data, model_of
 
@@ -65,31 +65,6 @@ def test_a_run_is_taken_up_exactly(stop, workers):
     assert len(rest) == 2 * STEPS - stop and all(torch.equal(a, b) for a, b in zip(whole[stop:], rest, strict=True))
 
 
-def test_it_is_the_run_that_would_have_been():
-    seeded = [fastdp.poisson_loader(TensorDataset(data(40)), sample_rate=0.3, steps=STEPS, seed=3) for _ in range(2)]
-    whole = [x for _ in range(2) for (x,) in seeded[0]]
-    part = []
-    for (x,) in seeded[1]:
-        part.append(x)
-        if len(part) == 4:
-            break
-    state = seeded[1].state_dict()
-    assert state == {"pass": 0, "step": 4}
-    other = fastdp.poisson_loader(TensorDataset(data(40)), sample_rate=0.3, steps=STEPS, seed=3)
-    other.load_state_dict(state)
-    part += [x for _ in range(2) for (x,) in other]
-    assert len(part) == len(whole) == 2 * STEPS
-    assert all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(part, whole, strict=True))
-
-
-def test_a_pass_that_was_left_is_not_drawn_again():
-    loader = fastdp.poisson_loader(TensorDataset(torch.arange(200)), sample_rate=0.5, steps=3, seed=1)
-    first, second = next(iter(loader))[0].tolist(), next(iter(loader))[0].tolist()
-    assert first != second
-    a, b = iter(loader), iter(loader)  # two at once
-    assert next(a)[0].tolist() != next(b)[0].tolist()
-
-
 def test_states_of_other_things_are_refused():
     loader = loader_of()
     with pytest.raises(StepError, match="no state"):
@@ -128,18 +103,3 @@ def test_without_the_key_the_noise_is_new():
         outcomes.append(train(again, other, resumed, 1)[0][0])
     assert torch.equal(outcomes[2], whole[2])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(outcomes, 2))
-
-
-@pytest.mark.parametrize("name, value", [
-    ("noise_multiplier", float("nan")), ("noise_multiplier", -1.0), ("noise_multiplier", float("inf")),
-    ("history", [(-1.0, 0.5, 3)]), ("history", [(1.0, 1.5, 3)]), ("history", [(1.0, 0.5, -3)]), ("max_grad_norm", -1.0),
-])  # fmt: skip
-def test_a_damaged_state_changes_nothing(name, value):
-    optimizer = optimizer_of(model_of())
-    before = optimizer.state_dict()["fastdp"]
-    state = copy.deepcopy(optimizer.state_dict())
-    state["fastdp"] |= {"missed": {"skipped": 5, "passes": 2}, name: value}
-    with pytest.raises((FastDPError, ValueError)):
-        optimizer.load_state_dict(state)
-    assert optimizer.state_dict()["fastdp"] == before
-    optimizer.detach()

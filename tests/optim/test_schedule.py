@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-import torch.nn as nn
-from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.accounting import epsilon_of
@@ -56,40 +53,6 @@ def test_the_optimizer_follows_and_the_accountant_counts():
     assert set(optimizer.norms) == {"0", "2"}
 
 
-def test_a_run_taken_up_goes_on_with_the_settings_of_its_step():
-    model, schedule = model_of(), Schedule(MIXED)
-    optimizer = optimizer_of(model)
-    for _ in range(3):
-        schedule.apply(optimizer)
-        step(optimizer, model)
-    state, weights = optimizer.state_dict(), model.state_dict()
-    optimizer.detach()
-    again = model_of(seed=5)
-    again.load_state_dict(weights)
-    resumed, schedule = optimizer_of(again), Schedule(MIXED)
-    resumed.load_state_dict(state)
-    for _ in range(3):
-        schedule.apply(resumed)
-        step(resumed, again)
-    assert resumed.history == [(1.0, 0.1, 2), (2.0, 0.1, 2), (3.0, 0.1, 2)]
-    assert resumed._privacy.clipping.style == "layerwise"
-
-
-def test_a_function_of_ones_own_comes_back_after_a_resume():
-    """The state does not hold functions; the schedule does."""
-    half = lambda norms: 0.5 / (1 + norms)
-    model, schedule = model_of(), Schedule([(0, {"clipping": half})])
-    optimizer = optimizer_of(model)
-    assert schedule.apply(optimizer) and not schedule.apply(optimizer)
-    step(optimizer, model)
-    state = optimizer.state_dict()
-    optimizer.detach()
-    resumed = optimizer_of(model)
-    resumed.load_state_dict(state)
-    Schedule([(0, {"clipping": half})]).apply(resumed)
-    assert resumed._privacy.clipping.clipping is half
-
-
 def test_nothing_changes_within_a_logical_batch():
     model, schedule = model_of(), Schedule([(0, {"max_grad_norm": 2.0}), (1, {"noise_multiplier": 5.0})])
     optimizer = optimizer_of(model)
@@ -101,37 +64,6 @@ def test_nothing_changes_within_a_logical_batch():
     assert optimizer.noise_multiplier == 1.0
     optimizer.step()
     assert schedule.apply(optimizer, 1) and optimizer.noise_multiplier == 5.0
-
-
-def test_parts_of_a_batch_are_one_step():
-    """A loader that hands out logical batches in parts: the schedule counts noised steps."""
-    model = nn.Linear(4, 2)
-    loader = fastdp.poisson_loader(
-        TensorDataset(torch.randn(40, 4)), sample_rate=0.5, max_physical_batch_size=4, seed=0
-    )
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
-    numbers = {"noise_multiplier": np.float64(2.0), "max_grad_norm": np.float64(0.5), "clipping": "global"}
-    schedule, parts = Schedule([(1, numbers)]), 0
-    for _ in range(2):
-        for (x,) in loader:
-            schedule.apply(optimizer)
-            model(x).square().sum(1).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            parts += 1
-    assert optimizer.history == [(1.0, 0.5, 1), (2.0, 0.5, 3)] and parts > 8
-
-
-def test_what_no_later_entry_changes_stays():
-    """Also for an optimizer that is given the schedule in its midst, and knows nothing of the entries before."""
-    schedule = Schedule(
-        [(0, {"clipping": "automatic", "gamma": 0.5}), (2, {"clipping": "global"}), (3, {"style": "flat"})]
-    )
-    assert schedule.at(1) == {"clipping": "automatic", "gamma": 0.5}
-    assert schedule.at(3) == {"clipping": "global", "gamma": 0.5, "style": "flat"}
-    optimizer = optimizer_of(model_of())
-    schedule.apply(optimizer, 3)
-    assert (optimizer._privacy.clipping.clipping, optimizer._privacy.clipping.gamma) == ("global", 0.5)
 
 
 def test_epochs():

@@ -81,12 +81,10 @@ ZEROS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["softmax", "layer norm", "distilled"])
-def test_gradients_that_are_zero_but_for_rounding(name, dtype):
+@pytest.mark.parametrize("name", ZEROS)
+def test_gradients_that_are_zero_but_for_rounding(name):
     made, loss = ZEROS[name]
-    x, y = data()
-    report = fastdp.verify(made().to(dtype), loss, (x.to(dtype), y))
+    report = fastdp.verify(made(), loss, data())
     assert report.ok and any("zero but for rounding" in words for words in report.not_looked_at) or name == "distilled"
 
 

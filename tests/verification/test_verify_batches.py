@@ -68,21 +68,6 @@ def test_class_weights_are_found_on_records_sorted_by_label():
         fastdp.verify(model_of(), weighted, records(60, sorted_labels=True))
 
 
-def test_class_weights_are_found_on_records_of_one_label():
-    batch = tuple(t[:8] for t in records(60, sorted_labels=True))
-    assert len(batch[1].unique()) == 1
-    assert "labels" in fails(model_of(), weighted, batch).problem
-    right = fastdp.verify(model_of(), cross_entropy, batch)
-    assert "other labels" in str(right) and any("batch[1]" in words for words in right.not_looked_at)
-
-
-def test_labels_that_allow_no_others_are_no_fault():
-    """One class: another label would be out of range."""
-    torch.manual_seed(0)
-    report = fastdp.verify(nn.Linear(6, 1), cross_entropy, (torch.randn(4, 6), torch.zeros(4, dtype=torch.long)))
-    assert report.ok and any("batch[1]" in words for words in report.not_looked_at)
-
-
 @pytest.mark.parametrize("kind", ["dataset", "loader", "poisson", "sequence"])
 def test_records_are_drawn_from_a_dataset(kind):
     x, y = records(60, sorted_labels=True)

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import fastdp
 from fastdp.errors import VerificationError
-from fastdp.verification.collating import trimmed
-from fastdp.verification.records import records_of
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
 
@@ -81,50 +79,37 @@ def source(kind):
         return Texts(records), {"collate_fn": padded}
     if kind == "poisson":
         return fastdp.poisson_loader(Texts(records), expected_batch_size=8, collate_fn=padded), {}
-    return padded(records), {}
+    raise ValueError(kind)
 
 
-SOURCES = ["records", "loader", "data set", "poisson", "collated"]
+CASES = [("records", "mean"), ("loader", "lstm"), ("data set", "attention"), ("poisson", "mean")]
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("model", ["mean", "lstm", "attention"])
+@pytest.mark.parametrize(("kind", "model"), CASES)
 def test_padding_that_counts_is_found(kind, model):
     batch, options = source(kind)
     with pytest.raises(VerificationError, match="padding counts.*own length"):
         fastdp.verify(PythonReads(model, False), cross_entropy, batch, **options)
 
 
-@pytest.mark.parametrize("kind", ["records", "collated"])
 @pytest.mark.parametrize("model", ["mean", "lstm", "attention"])
-def test_padding_that_does_not_count(kind, model):
-    batch, options = source(kind)
-    report = fastdp.verify(PythonReads(model, True), cross_entropy, batch, **options)
-    said = "collated by itself" if kind == "records" else "padding does not count"
-    assert report.ok and any(said in words for words in report.looked_at)
+def test_padding_that_does_not_count(model):
+    report = fastdp.verify(PythonReads(model, True), cross_entropy, texts(), collate_fn=padded)
+    assert report.ok and any("collated by itself" in words for words in report.looked_at)
 
 
-@pytest.mark.parametrize("kind", ["records", "collated"])
 @pytest.mark.parametrize("right", [True, False])
-def test_with_dropout_that_eval_mode_switches_off(kind, right):
+def test_with_dropout_that_eval_mode_switches_off(right):
     """Attention draws masks of [T, T]: padding is judged without them."""
-    batch, options = source(kind)
     model = PythonReads("attention", right, dropout=0.1)
-    report = fastdp.verify(model, cross_entropy, batch, raise_on_failure=False, **options)
+    report = fastdp.verify(model, cross_entropy, texts(), collate_fn=padded, raise_on_failure=False)
     assert report.ok == right and model.training and model.layer.training
     assert right or "in eval mode, padding counts" in report.problem
 
 
 def test_texts_that_the_model_does_not_take_alone():
-    """Its kernel is longer than some: the longer ones are judged, and why not all is said where none can be."""
-    with pytest.raises(VerificationError, match="padding counts"):
-        fastdp.verify(PythonReads("conv", False), cross_entropy, texts(), collate_fn=padded)
-
-    class OneLength(nn.Linear):
-        def forward(self, ids, lengths):
-            return super().forward(ids.to(self.weight.dtype))
-
-    report = fastdp.verify(OneLength(13, 3), cross_entropy, texts(), collate_fn=padded)
+    """Its kernel is longer than some."""
+    report = fastdp.verify(PythonReads("conv", False), cross_entropy, texts(), collate_fn=padded)
     assert any("takes no batch of another length" in words for words in report.not_looked_at)
 
 
@@ -139,19 +124,16 @@ def test_a_collate_fn_that_couples_records():
         fastdp.verify(nn.Linear(6, 3), lambda m, b: F.cross_entropy(m(b[0]), b[1]), records, collate_fn=centred)
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_collate_fn_that_draws(right):
-    """It is run once, and the padding of what it made is judged as a collated batch's is."""
-
+def test_a_collate_fn_that_draws_is_run_once():
     def masked(records):
         ids, lengths, labels = padded(records)
         return torch.where((torch.rand(ids.shape) < 0.2) & (ids != 0), 49, ids), lengths, labels
 
-    model, records = PythonReads("mean", right), texts()
+    model, records = PythonReads("mean", True), texts()
     state = torch.get_rng_state()
-    report = fastdp.verify(model, cross_entropy, records, collate_fn=masked, raise_on_failure=False)
-    assert report.ok == right and torch.equal(state, torch.get_rng_state())
-    assert not right or any("draws random numbers, so it was run once" in words for words in report.not_looked_at)
+    report = fastdp.verify(model, cross_entropy, records, collate_fn=masked)
+    assert torch.equal(state, torch.get_rng_state())
+    assert any("draws random numbers, so it was run once" in words for words in report.not_looked_at)
 
 
 def test_a_collate_fn_that_takes_no_single_record():
@@ -183,36 +165,6 @@ def test_the_longest_record_of_a_list_is_looked_at():
     for seed in range(3):
         with pytest.raises(VerificationError, match="padding counts"):
             fastdp.verify(PythonReads("mean", False), cross_entropy, records, collate_fn=padded, seed=seed)
-
-
-def test_records_of_one_length_are_not_trimmed():
-    """Sequences that end in zeros by themselves; the data set tells that they do."""
-    torch.manual_seed(0)
-    x = torch.randn(20, 7, 4) * (torch.arange(7)[None, :, None] < torch.randint(3, 8, (20, 1, 1)))
-    labels = torch.arange(20) % 3
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-    head = nn.Linear(8, 3)
-    whole = nn.ModuleList([model, head])
-
-    def loss(m, batch):
-        return F.cross_entropy(m[1](m[0](batch[0]).mean(1)), batch[1])
-
-    assert fastdp.verify(whole, loss, TensorDataset(x, labels)).ok
-    with pytest.raises(VerificationError, match="give verify the data set"):
-        fastdp.verify(whole, loss, (x, labels))
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        torch.randint(0, 20, (12, 5), generator=torch.Generator().manual_seed(0)),
-        torch.tensor([[5, 6, 3], [7, 8, 9], [4, 5, 3]]),  # a token that ends a text
-        torch.tensor([[5, 6, 0, 0], [7, 8, 9, 0], [4, 5, 0, 0]]),  # longer than any of them
-        torch.tensor([[5, 0, 6, 7], [7, 8, 9, 9], [4, 5, 0, 0]]),  # what fills ends stands within
-    ],
-)
-def test_what_is_no_padding(ids):
-    assert trimmed(records_of((ids, torch.zeros(len(ids))), None, False)) is None
 
 
 def test_what_cannot_be_told_of_a_collated_batch_is_said():

@@ -163,7 +163,7 @@ def test_all_is_as_it_was(fault):
             self.by_name[len(h)] = h
             self.number, self.new = self.number + 1, h
             self.total.add_(1)
-            if fault == "model" and len(self.seen) > 3:
+            if fault == "model" and len(h) == 1:
                 raise KeyError("broken")
             return h
 

@@ -4,10 +4,11 @@ Modules have Opacus's paths; signatures, defaults, warnings and errors are Opacu
 were wrong: docs/opacus.md says where.
 """
 
+from opacus.version import __version__
+
 from . import aliases, utils
 from .grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from .privacy_engine import PrivacyEngine
-from .version import __version__
 
 __all__ = [
     "GradSampleModule",

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from opacus.data_loader import dtype_safe, shape_safe, switch_generator
+from opacus import data_loader as theirs
+from opacus.data_loader import dtype_safe, logger, shape_safe, switch_generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ...data.batched_datasets import nothing
 from ...data.collate_mixing import Trials
 from ...data.empty_batches import options_of
 from ...data.weighted_samplers import EVEN, sampler_of, says_its_rate
-from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from .utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    SecureGenerator,
+    UniformWithReplacementSampler,
+)
 
 __all__ = [
     "CollateFnWithEmpty",
@@ -29,104 +29,33 @@ __all__ = [
     "switch_generator",
     "wrap_collate_with_empty",
 ]
-logger = logging.getLogger("opacus.data_loader")  # the name that users know
 
 
-class SecureGenerator(torch.Generator):
-    """A torch.Generator with a state of the operating system's: 19937 bits that nobody knows.
+class CollateFnWithEmpty(theirs.CollateFnWithEmpty):  # type: ignore[misc]
+    """A collate function that makes of no samples a batch like the first one it saw, without rows; see Opacus.
 
-    Poisson sampling by a DPDataLoader that is given one draws from the operating system itself.
+    In a DPDataLoader, an empty batch before any other looks like that of the first record. Raises SampleMixingError if
+    a trial shows that the function makes rows of some samples out of others.
     """
 
-    def __new__(cls) -> SecureGenerator:
-        made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        state = made.get_state().numpy().copy()
-        state[24 : 24 + 8 * 624].view(np.uint64)[:] = np.frombuffer(os.urandom(4 * 624), np.uint32)  # the twister's
-        made.set_state(torch.from_numpy(state))
-        return made
+    dataset: Any = None  # of the loader that this is of
+    first_batch: Any
 
-
-class SecureUniformSampler(UniformWithReplacementSampler):
-    """Poisson samples by random numbers of the operating system."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.steps):
-            draws = np.frombuffer(os.urandom(8 * self.num_samples), np.uint64) >> 11
-            yield np.flatnonzero(draws < self.sample_rate * 2**53).tolist()
-
-
-class CollateFnWithEmpty:
-    """A collate function that makes of no samples a batch like the first one it saw, without rows.
-
-    collator_fn: None hands samples on as a list. rand_on_empty: instead of no rows, one of random zeros and ones.
-    sample_empty_shapes, dtypes: of the tensors to give before any batch was seen. Raises TypeError where the first
-    batch holds what is no tensor, mapping, list or tuple: it would be handed out again as if it had been sampled.
-    """
-
-    def __init__(
-        self,
-        collator_fn: Any,
-        batch_first: bool = True,
-        rand_on_empty: bool = False,
-        sample_empty_shapes: Sequence[tuple[Any, ...]] | None = None,
-        dtypes: Sequence[Any] | None = None,
-    ) -> None:
-        self.wrapped_collator_fn = collator_fn
-        self.batch_first = batch_first
-        self.rand_on_empty = rand_on_empty
-        self.sample_empty_shapes = sample_empty_shapes
-        self.dtypes = dtypes
-        self.first_batch: Any = None
+    def __init__(self, collator_fn: Any, *positional: Any, **named: Any) -> None:
+        super().__init__(collator_fn, *positional, **named)
         self.trials = Trials()
-        self.dataset: Any = None  # of the loader that this is of
 
     def __call__(self, batch: Any) -> Any:
-        if not nothing(batch):
-            if self.wrapped_collator_fn:
-                self.trials.before(self.wrapped_collator_fn, batch, dataset=self.dataset)
-            output = self.wrapped_collator_fn(batch) if self.wrapped_collator_fn else batch
-            if self.first_batch is None:
-                self.first_batch = copy.deepcopy(output)
-            return output
-        if self.first_batch is not None:
-            return self._make_empty_batch(self.first_batch)
-        if self.sample_empty_shapes is None or self.dtypes is None:
-            logger.warning("First batch is empty, and what a batch looks like is not known: it is an empty list.")
-            return []
-        logger.warning("First batch is empty: it is a list of tensors without rows, of the first record's shapes.")
-        return [torch.zeros(s, dtype=d) for s, d in zip(self.sample_empty_shapes, self.dtypes, strict=False)]
-
-    def _make_empty_batch(self, sample: Any) -> Any:
-        if torch.is_tensor(sample):
-            shape = list(sample.shape)
-            shape[0 if self.batch_first else 1] = 1 if self.rand_on_empty else 0
-            empty = torch.empty(shape, dtype=sample.dtype, device=sample.device)
-            return torch.randint_like(empty, 2) if self.rand_on_empty else empty
-        if isinstance(sample, Mapping):
-            return {key: self._make_empty_batch(value) for key, value in sample.items()}
-        if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-            return type(sample)(*[self._make_empty_batch(value) for value in sample])
-        if isinstance(sample, list | tuple):
-            return type(sample)([self._make_empty_batch(value) for value in sample])
-        raise TypeError(
-            f"Unsupported batch type: {type(sample).__name__}. An empty batch is made of tensors, mappings, lists and "
-            "tuples only: let the collate function return these."
-        )
+        if not nothing(batch) and self.wrapped_collator_fn:
+            self.trials.before(self.wrapped_collator_fn, batch, dataset=self.dataset)
+        elif nothing(batch) and self.first_batch is None and self.dataset is not None:
+            self.first_batch = self.wrapped_collator_fn([self.dataset[0]])
+        return super().__call__(batch)
 
 
-def wrap_collate_with_empty(
-    *,
-    collate_fn: Any,
-    batch_first: bool = True,
-    rand_on_empty: bool = False,
-    sample_empty_shapes: Sequence[tuple[Any, ...]] | None = None,
-    dtypes: Sequence[Any] | None = None,
-) -> CollateFnWithEmpty:
+def wrap_collate_with_empty(*, collate_fn: Any, **options: Any) -> CollateFnWithEmpty:
     """`CollateFnWithEmpty` around a collate function."""
-    return CollateFnWithEmpty(
-        collate_fn, batch_first=batch_first, rand_on_empty=rand_on_empty, sample_empty_shapes=sample_empty_shapes,
-        dtypes=dtypes,
-    )  # fmt: skip
+    return CollateFnWithEmpty(collate_fn, **options)
 
 
 class DPDataLoader(DataLoader[Any]):
@@ -149,27 +78,18 @@ class DPDataLoader(DataLoader[Any]):
         rand_on_empty: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.sample_rate = sample_rate
-        self.distributed = distributed
-        size = len(dataset)  # type: ignore[arg-type]
+        self.sample_rate, self.distributed = sample_rate, distributed
+        size: int = len(dataset)  # type: ignore[arg-type]
         sampler: Any
         if distributed:
             sampler = DistributedUniformWithReplacementSampler(
                 total_size=size, sample_rate=sample_rate, generator=generator
             )
         else:
-            kind = SecureUniformSampler if isinstance(generator, SecureGenerator) else UniformWithReplacementSampler
-            sampler = kind(num_samples=size, sample_rate=sample_rate, generator=generator)
+            sampler = UniformWithReplacementSampler(num_samples=size, sample_rate=sample_rate, generator=generator)
         if drop_last:
             logger.warning("Ignoring drop_last as it is not compatible with DPDataLoader.")
-        first = _fields(dataset[0])
-        collate = wrap_collate_with_empty(
-            collate_fn=default_collate if collate_fn is None else collate_fn,
-            batch_first=batch_first,
-            rand_on_empty=rand_on_empty,
-            sample_empty_shapes=[(0, *shape_safe(x)) for x in first],
-            dtypes=[dtype_safe(x) for x in first],
-        )
+        collate = CollateFnWithEmpty(collate_fn or default_collate, batch_first, rand_on_empty)
         collate.dataset = dataset
         super().__init__(dataset=dataset, batch_sampler=sampler, collate_fn=collate, generator=generator, **kwargs)
 
@@ -203,10 +123,3 @@ class DPDataLoader(DataLoader[Any]):
             rand_on_empty=rand_on_empty,
             **options_of(data_loader),
         )
-
-
-def _fields(record: Any) -> list[Any]:
-    """What a record holds, where it is a sequence; of a mapping its values."""
-    if isinstance(record, Mapping):
-        return list(record.values())
-    return list(record) if isinstance(record, list | tuple) or torch.is_tensor(record) else [record]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ...distributed.fingerprints import mark, mark_of_parameters
 from ...distributed.reduce import Reduction
 from ...distributed.world import World, world_of
-from .grad_sample.gsm_base import owners_of
+from .grad_sample.grad_sample_module import owners_of
 from .grad_sample.samples import is_processed
 
 __all__ = ["DifferentiallyPrivateDistributedDataParallel", "average_gradients"]
@@ -28,11 +28,11 @@ class OfProcesses:
     process, as in Opacus. Raises ValueError outside of a process group, StepError if processes differ in what they do.
     """
 
-    params: list[nn.Parameter]
+    params: Any
+    expected_batch_size: Any
     loss_reduction: str
     noise_multiplier: float
-    expected_batch_size: float | None
-    accumulated_iterations: int
+    accumulated_iterations: Any
     _world: World | None = None
     _made = 0  # steps
 
@@ -41,9 +41,6 @@ class OfProcesses:
         self.rank = torch.distributed.get_rank()
         super().__init__(optimizer, **kwargs)  # type: ignore[call-arg]
         self._processes()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_world": None}  # type: ignore[misc]
 
     def _processes(self) -> World:
         """Those that train together, who hear of what this process's forwards and backwards refuse."""
@@ -90,11 +87,9 @@ class OfProcesses:
 
     def scale_grad(self) -> None:
         """As DPOptimizer's; the expected batch is that of all processes."""
-        super().scale_grad()  # type: ignore[misc]
-        if self.loss_reduction == "mean" and self.world_size > 1:
+        if self.loss_reduction == "mean":
             for p in self.params:
-                assert p.grad is not None
-                p.grad /= self.world_size
+                p.grad /= self.expected_batch_size * self.world_size * self.accumulated_iterations
 
     def reduce_gradients(self) -> None:
         """Nothing: sums are added up before the noise."""

@@ -42,8 +42,16 @@ __all__ = [
 ]
 
 
+class DPLSTM(nn.LSTM):
+    """torch.nn.LSTM, whose arguments are those of opacus.layers.DPLSTM."""
+
+
+class DPGRU(nn.GRU):
+    """torch.nn.GRU, whose arguments are those of opacus.layers.DPGRU."""
+
+
 class DPRNN(nn.RNN):
-    """torch.nn.RNN with the argument order of opacus.layers.DPRNN. Raises NotImplementedError on a proj_size."""
+    """torch.nn.RNN with the argument order of opacus.layers.DPRNN."""
 
     def __init__(
         self,
@@ -57,50 +65,9 @@ class DPRNN(nn.RNN):
         proj_size: int = 0,
         nonlinearity: str = "tanh",
     ) -> None:
-        _refuse_projection(proj_size)
         super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional
-        )  # fmt: skip
-
-
-class DPGRU(nn.GRU):
-    """torch.nn.GRU with the arguments of opacus.layers.DPGRU. Raises NotImplementedError on a proj_size."""
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-    ) -> None:
-        _refuse_projection(proj_size)
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
-
-
-class DPLSTM(nn.LSTM):
-    """torch.nn.LSTM with the arguments of opacus.layers.DPLSTM, proj_size too."""
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-    ) -> None:
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size)
-
-
-def _refuse_projection(proj_size: int) -> None:
-    if proj_size:
-        raise NotImplementedError("proj_size: only LSTMs have projections")
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, proj_size
+        )
 
 
 class DPMultiheadAttention(dp_multihead_attention.DPMultiheadAttention):  # type: ignore[misc]
@@ -123,7 +90,3 @@ class DPMultiheadAttention(dp_multihead_attention.DPMultiheadAttention):  # type
         finally:
             self.batch_first = True
         return output.transpose(0, 1), weights
-
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Also torch.nn.MultiheadAttention's; the dictionary given stays as it is."""
-        return super().load_state_dict(dict(state_dict), *args, **kwargs)

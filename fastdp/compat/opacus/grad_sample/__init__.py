@@ -1,4 +1,6 @@
-"""Per-sample gradients in `p.grad_sample`, and clipped sums in the modes "ghost", by fastdp's engine."""
+"""Per-sample gradients in `p.grad_sample`, by fastdp's engine."""
+
+from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
 
 from .grad_sample_module import (
     GradSampleHooks,
@@ -19,7 +21,6 @@ from .grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleHooksFastGradientClippingFSDP,
     GradSampleModuleFastGradientClippingFSDP,
 )
-from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from .utils import (
     get_gsm_class,
     get_hooks_class,

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ....distributed.fingerprints import mark_of_model
 from ....distributed.sharded import Sharded, is_sharded
-from ....distributed.shards import Part, placed_like
 from ....distributed.tensor_mesh import tensor_mesh_of
 from ....distributed.world import World
-from ....distributed.wrappers import Replica, world_for
+from ....distributed.wrappers import Replica, check_samples, world_for
 from ....engine.gradients import Gradients
 from ....engine.per_sample import PerSampleGradients
 from ....errors import StepError
 from ....ops.clip import clip_factors
-from ....optim.clipped_sums import ShardedSums, Share
+from ....optim.clipped_sums import ShardedSums
+from . import samples
 from .grad_sample_module_fast_gradient_clipping import (
-    OTHER_OPTIMIZER,
     GradSampleHooksFastGradientClipping,
     GradSampleModuleFastGradientClipping,
 )
 
+OTHER_OPTIMIZER = (
+    "the module's parameters lie in parts on the processes (mode 'ghost_fsdp'), which this optimizer does not know of: "
+    "its sums and its noise would be of other places. Take FSDPOptimizerFastGradientClipping, as make_private does."
+)
 _WHOLE = (
     "grad_sample_mode 'ghost_fsdp' takes a model that lies in parts on the processes, and this one is whole: call "
     "FSDP2Wrapper(model) (or torch's fully_shard) first, then make the optimizer of its parameters. For whole models "
@@ -35,34 +38,23 @@ _SPLIT = (
 )
 
 
-class _Factors:
-    """The norms [B] of a backward to its clip factors, by the module's `on_norms` and `max_grad_norm`."""
-
-    def __init__(self, hooks: GradSampleHooksFastGradientClippingFSDP) -> None:
-        self._hooks, self.bound = hooks, float(hooks.max_grad_norm)
-
-    def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
-        self._hooks.take_norms(norm_sq[0])
-        self.bound = float(self._hooks.max_grad_norm)
-        return [clip_factors(norm_sq[0], self.bound)]
-
-
 class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClipping):
-    """As GradSampleHooksFastGradientClipping. After a backward, `.grad` of each part (a DTensor) is that part of the
-    sum of the clipped gradients of all processes' samples.
+    """As GradSampleHooksFastGradientClipping, but samples are clipped at the end of a backward, whose clipped sum, of
+    all processes' samples and this process's parts, waits here for the optimizer.
 
     All processes must make it together, and call forward and backward equally often (a Poisson sample may be empty).
     Raises ValueError if the model is whole, NotImplementedError if its layers are split (tensor parallelism),
     ParameterError if it is cut in a way that is not known to be exact, and StepError if processes differ.
     """
 
-    in_parts = True
-    _replica: Replica | None = None
-    _sums: ShardedSums | None = None
-    _seen = 0  # backwards
+    replica: Replica | None = None
+    sums: ShardedSums | None = None
+    clip: Callable[[Tensor], Tensor] | None = None  # squared norms [B] to factors [B]: the optimizer's
+    backwards = 0  # that no step has taken
+    _seen = 0  # backwards in all
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_replica": None, "_sums": None}
+        return {**super().__getstate__(), "replica": None, "sums": None, "clip": None}
 
     # ------------------------------------------------------------------ on the module and off it
 
@@ -71,15 +63,13 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
             raise ValueError(_WHOLE)
         if tensor_mesh_of(self._module) is not None:
             raise NotImplementedError(_SPLIT)
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
-        if not parameters:
-            return
+        self.drop()
         self._world = world = world_for(self._module, None, None)
         with world.deciding():
-            self._replica = replica = Replica(self._module, world)
+            self.replica = replica = Replica(self._module, world)
             try:
                 assert isinstance(replica.shards, Sharded)
-                self._sums = ShardedSums(replica.shards, world)
+                self.sums = ShardedSums(replica.shards, world)
                 self._engine = PerSampleGradients(
                     replica.module, loss_reduction=self.loss_reduction, batch_first=self.batch_first,
                     on_backward=self._on_backward, shards=replica.shards,
@@ -90,15 +80,14 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
                     "model (its names, shapes and buffers)": mark_of_model(self._module),
                 })  # fmt: skip
             except Exception:
-                self._detach()
+                self.disable_hooks()
                 raise
-        self._own(parameters)
 
-    def _detach(self) -> None:
-        replica, self._replica, self._sums = self._replica, None, None
+    def disable_hooks(self) -> None:
+        replica, self.replica, self.sums = self.replica, None, None
         if replica is not None:
             replica.changed()  # what stands in the module are then the parts
-        super()._detach()
+        super().disable_hooks()
         if replica is not None:
             replica.restore()
 
@@ -106,57 +95,48 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         """Refused: the model's parts say who trains together, and only their own optimizer knows of them."""
         raise StepError(OTHER_OPTIMIZER)
 
-    @property
-    def world(self) -> World:
-        """The processes that train together."""
-        return self._world
-
     # ------------------------------------------------------------------ backward
 
     def _on_backward(self, gradients: Gradients) -> None:
+        if self._engine is None or not self._module.training:
+            return
         with self._world.deciding():  # of what is no error of fastdp's, too
-            super()._on_backward(gradients)
+            self._world.check()
+            check_samples(self._world)
+            self._refuse_overrides()
+            if self.backwards and not self.grad_accumulation_allowed:
+                self._refuse_accumulation()
+            with samples.outside():
+                self._clip(gradients, self._engine.named_parameters())
 
-    def _take(self, gradients: Gradients) -> None:
-        assert self._engine is not None and self._sums is not None
-        named, sums, by_norms = self._engine.named_parameters(), self._sums, _Factors(self)
+    def _clip(self, gradients: Gradients, named: dict[str, Any]) -> None:
+        """Add the clipped sum of a backward's samples to what waits."""
+        assert self.sums is not None
         members = [list(named.values())]
-        sums.begin(gradients, members, {"backward of mode 'ghost_fsdp'": self._seen})
+        self.sums.begin(gradients, members, {"backward of mode 'ghost_fsdp'": self._seen})
         self._seen += 1
-        factors = sums.factors(by_norms, sums.norm_sq(gradients, members))
-        [found] = sums.clipped(gradients, members, factors)
-        held, _ = sums.held(named, found, dict.fromkeys(named, 0))
-        self._keep([self._part(whole) for whole in named.values()], held, by_norms.bound)
+        factors = self.sums.factors(self, self.sums.norm_sq(gradients, members))
+        [found] = self.sums.clipped(gradients, members, factors)
+        held, _ = self.sums.held(named, found, dict.fromkeys(named, 0))
+        for key, total in held.items():
+            self.clipped[key] = self.clipped[key].add_(total) if key in self.clipped else total
+        self.backwards += 1
+        self.note_grads()
 
-    def _part(self, whole: Tensor) -> Tensor:
-        assert self._replica is not None and self._replica.shards is not None
-        return self._replica.shards.part(whole)
+    def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        """The norms of a backward to its clip factors."""
+        self.per_sample_gradient_norms = norm_sq[0].sqrt().float()
+        clip = self.clip or (lambda squares: clip_factors(squares, float(self.max_grad_norm)))
+        return [clip(norm_sq[0])]
 
-    def _shown(self, parameter: Tensor, total: Tensor) -> Tensor:
-        return placed_like(total.detach().to(parameter.dtype), parameter)
+    def drop(self) -> None:
+        """Forget the sums that no step has taken."""
+        self.clipped: dict[int, Tensor] = {}  # by id of the part, float32 or better
+        self.backwards = 0
 
-    # ------------------------------------------------------------------ what the optimizer asks
-
-    def shares(self, sums: dict[int, Tensor]) -> list[Share]:
-        """Over whom sums are still to be added up at a step, by the ids of parts; see `ShardedSums.shares`."""
-        assert self._sums is not None
-        return self._sums.shares(sums)
-
-    def place(self, part: Tensor) -> Part | None:
-        """What of the whole parameter a part is; None if the parameter is whole on every process."""
-        assert self._replica is not None and isinstance(self._replica.shards, Sharded)
-        found = self._replica.shards.place(self._replica.shards.whole(part))
-        return None if found is None else found[1]
-
-    def check_copies(self) -> None:
-        """Raises ParameterError on all processes if copies of the model (HSDP) differ. All must ask."""
-        if self._replica is not None:
-            self._replica.check_copies()
-
-    def changed(self) -> None:
-        """A step has updated the parts: the next forward gathers them."""
-        if self._replica is not None:
-            self._replica.changed()
+    def set_grad_sample_to_none(self) -> None:
+        self.drop()
+        super().set_grad_sample_to_none()
 
 
 class GradSampleModuleFastGradientClippingFSDP(

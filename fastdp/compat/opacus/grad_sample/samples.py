@@ -28,9 +28,11 @@ from ....grad_sample.parameter_links import link_of
 from ....grad_sample.parameter_use import ParameterUse, Stored
 from ....grad_sample.routed_rows import Routed
 from ....ops.common import exactly
+from ....ops.rows import square_sum, weighted_sum
 
 NAME = "grad_sample"
 _OF_DATA = (Conv, Stored, Lookup, Matmul, Routed)  # hold inputs and output gradients, no weights
+Parts = list[tuple[nn.Parameter, Any]]  # of one backward: parameters, with the Pending or tensor of each
 
 
 @contextlib.contextmanager
@@ -44,18 +46,13 @@ class Record:
     """One backward: norms and sums of its per-sample gradients."""
 
     def __init__(self, gradients: Gradients, parameters: list[Tensor]) -> None:
-        self.gradients = gradients
+        self.gradients, self.parameters = gradients, parameters
         self._versions = {id(p): p._version for p in parameters if not p.is_inference()}
-        self._parameters = parameters
-
-    @property
-    def batch(self) -> int:
-        return self.gradients.batch
 
     def check(self, parameters: list[Tensor]) -> None:
         """Raises StepError where what these parameters' gradients are computed of was written to since."""
         self.gradients.check_unwritten()
-        if not any(p._version != self._versions.get(id(p), p._version) for p in self._parameters):
+        if not any(p._version != self._versions.get(id(p), p._version) for p in self.parameters):
             return
         for p in parameters:
             bad = next((use for use in self.gradients.uses_of(p) if not _of_data(use)), None)
@@ -66,11 +63,11 @@ class Record:
                     "optimizer.step(), before anything writes to the weights"
                 )
 
-    def per_sample(self, parameter: Tensor) -> Tensor:
-        """[B, *shape], in float32 or better."""
-        self.check([parameter])
+    def norms(self) -> Tensor:
+        """Of all parameters together [B]."""
+        self.check(self.parameters)
         with outside():
-            return self.gradients.per_sample(parameter)
+            return self.gradients.norm_sq(self.parameters).sqrt().float()
 
 
 def _of_data(use: ParameterUse) -> bool:
@@ -86,43 +83,33 @@ class Pending:
         self._parameter = weakref.ref(parameter)
 
     def tensor(self) -> Tensor:
+        """[B, *shape], in float32 or better."""
         parameter = self._parameter()
         assert parameter is not None
-        found = self.record.per_sample(parameter)
+        self.record.check([parameter])
+        with outside():
+            found = self.record.gradients.per_sample(parameter)
         if is_processed(self):
             mark_processed(found)
         return found
 
-    def __reduce__(self) -> Any:  # parameters are pickled with their attributes
-        return _as_is, (self.tensor(),)
-
-
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class Stack(list[Any]):
-    """Those of several backwards since they were last cleared: a Pending or a tensor each. Nobody outside sees it."""
-
     def __reduce__(self) -> Any:
-        return list, ([e.tensor() if isinstance(e, Pending) else e for e in self],)
+        return type(None), ()  # parameters are pickled with their attributes, and gradients of samples are private
 
 
 class _GradSample:
     """The descriptor."""
 
     def __get__(self, parameter: Any, owner: Any = None) -> Any:
-        if parameter is None:
-            raise AttributeError(f"type object 'Parameter' has no attribute '{NAME}'")
-        held = parameter.__dict__
+        held = {} if parameter is None else parameter.__dict__
         if NAME not in held:
-            raise AttributeError(f"'{type(parameter).__name__}' object has no attribute '{NAME}'")
+            raise AttributeError(f"'{owner.__name__}' object has no attribute '{NAME}'")
         value = held[NAME]
         if isinstance(value, Pending):
-            value = held[NAME] = value.tensor()
-        elif isinstance(value, Stack):
-            value = held[NAME] = [e.tensor() if isinstance(e, Pending) else e for e in value]
-        return value
+            held[NAME] = value.tensor()
+        elif isinstance(value, list) and any(isinstance(entry, Pending) for entry in value):
+            held[NAME] = [entry.tensor() if isinstance(entry, Pending) else entry for entry in value]
+        return held[NAME]
 
     def __set__(self, parameter: Any, value: Any) -> None:
         parameter.__dict__[NAME] = value
@@ -142,21 +129,18 @@ def install() -> None:
 
 def push(parameter: Tensor, record: Record) -> int:
     """A backward left these gradients; returns how many backwards' now wait."""
-    held = parameter.__dict__
-    before, new = held.get(NAME), Pending(record, parameter)
+    before, new = peek(parameter), Pending(record, parameter)
     if before is None:
-        held[NAME] = new
+        parameter.__dict__[NAME] = new
         return 1
-    held[NAME] = Stack([*before, new] if isinstance(before, list) else [before, new])
-    return len(held[NAME])
+    waiting = [*before, new] if isinstance(before, list) else [before, new]
+    parameter.__dict__[NAME] = waiting
+    return len(waiting)
 
 
 def peek(parameter: Tensor) -> Any:
-    """What lies there, not computed yet: Pending, Tensor, Stack, list or None."""
+    """What lies there, not computed yet: a Pending, a tensor, a list of these, or None."""
     return parameter.__dict__.get(NAME)
-
-
-# ---------------------------------------------------------------------- marks of what a step has taken
 
 
 def mark_processed(held: Any) -> None:
@@ -168,3 +152,46 @@ def mark_processed(held: Any) -> None:
 def is_processed(held: Any) -> bool:
     """Whether the optimizer has taken this gradient, or any in a list."""
     return any(hasattr(entry, "_processed") for entry in (held if isinstance(held, list) else [held]))
+
+
+# ---------------------------------------------------------------------- norms and clipped sums of one backward
+
+
+def norm_sq(parts: Parts) -> Tensor:
+    """Squared norms [B] of one backward's samples, all parameters together."""
+    found = [square_sum(entry.detach()) for _, entry in parts if isinstance(entry, Tensor)]
+    for record, parameters in _by_record(parts):
+        record.check(parameters)
+        found.append(record.gradients.norm_sq(parameters))
+    total = found[0]
+    for more in found[1:]:
+        if total.shape != more.shape:
+            raise ValueError(
+                f"grad_sample of {total.numel()} samples on some parameters and of {more.numel()} on others"
+            )
+        total = total + more.to(total.device)
+    return total
+
+
+def sums(parts: Parts, factors: Tensor) -> dict[int, Tensor]:
+    """sum_b factors_b gradient_b by id of the parameter, float32 or better."""
+    found: dict[int, Tensor] = {}
+    for record, parameters in _by_record(parts):
+        record.check(parameters)
+        found.update(record.gradients.clipped_sum(factors, parameters))
+    for p, entry in parts:
+        kind = torch.promote_types(p.dtype, torch.float32)
+        if isinstance(entry, Tensor):
+            rows = entry.detach().to(torch.promote_types(entry.dtype, kind))
+            found[id(p)] = weighted_sum(rows, factors.to(rows.device)).reshape(p.shape)
+        elif id(p) not in found:  # not used: its gradients are zero
+            found[id(p)] = torch.zeros(p.shape, dtype=kind, device=p.device)
+    return found
+
+
+def _by_record(parts: Parts) -> list[tuple[Record, list[Tensor]]]:
+    found: dict[int, tuple[Record, list[Tensor]]] = {}
+    for p, entry in parts:
+        if isinstance(entry, Pending):
+            found.setdefault(id(entry.record), (entry.record, []))[1].append(p)
+    return list(found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
 from torch import nn
 
 from .grad_sample_module import (
@@ -23,7 +24,6 @@ from .grad_sample_module_fast_gradient_clipping_fsdp import (
     GradSampleHooksFastGradientClippingFSDP,
     GradSampleModuleFastGradientClippingFSDP,
 )
-from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 
 Sampler = Callable[..., Any]
 Classes = type[nn.Module] | Sequence[type[nn.Module]]

@@ -25,31 +25,25 @@ __all__ = [
     "get_optimizer_class",
 ]
 
-_CLASSES: dict[tuple[str, bool], type[DPOptimizer]] = {
-    ("flat", False): DPOptimizer,
-    ("flat", True): DistributedDPOptimizer,
-    ("per_layer", False): DPPerLayerOptimizer,
-    ("per_layer", True): SimpleDistributedPerLayerOptimizer,
-    ("adaptive", False): AdaClipDPOptimizer,
-}
-_GHOST: dict[tuple[str, str, bool], type[DPOptimizer]] = {
-    ("ghost", "flat", False): DPOptimizerFastGradientClipping,
-    ("ghost", "flat", True): DistributedDPOptimizerFastGradientClipping,
-    ("ghost_fsdp", "flat", True): FSDPOptimizerFastGradientClipping,
+_CLASSES: dict[tuple[str, bool, str], type[DPOptimizer]] = {
+    ("flat", False, ""): DPOptimizer,
+    ("flat", True, ""): DistributedDPOptimizer,
+    ("per_layer", False, ""): DPPerLayerOptimizer,
+    ("per_layer", True, ""): SimpleDistributedPerLayerOptimizer,
+    ("adaptive", False, ""): AdaClipDPOptimizer,
+    ("flat", False, "ghost"): DPOptimizerFastGradientClipping,
+    ("flat", True, "ghost"): DistributedDPOptimizerFastGradientClipping,
+    ("flat", True, "ghost_fsdp"): FSDPOptimizerFastGradientClipping,
 }
 
 
 def get_optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str | None = None) -> type[DPOptimizer]:
     """The optimizer of a clipping ("flat", "per_layer", "adaptive") and a mode. Raises ValueError if there is none."""
-    said = f"Clipping: {clipping}, distributed: {distributed}, grad_sample_mode: {grad_sample_mode}"
-    if grad_sample_mode in ("ghost", "ghost_fsdp"):
-        found = _GHOST.get((grad_sample_mode, clipping, distributed))
-        if found is None:
-            raise ValueError(f"Unsupported combination of parameters. {said}")
-        return found
-    if (clipping, distributed) == ("per_layer", True) and grad_sample_mode not in ("hooks", "ew"):
-        raise ValueError(f"Unexpected grad_sample_mode: {grad_sample_mode}")
-    found = _CLASSES.get((clipping, distributed))
+    mode = grad_sample_mode if grad_sample_mode in ("ghost", "ghost_fsdp") else ""
+    found = _CLASSES.get((clipping, distributed, mode))
     if found is None:
-        raise ValueError(f"Unexpected optimizer parameters. {said}")
+        raise ValueError(
+            f"Unsupported combination of parameters. Clipping: {clipping}, distributed: {distributed}, "
+            f"grad_sample_mode: {grad_sample_mode}"
+        )
     return found

@@ -27,26 +27,23 @@ class StepNoise:
     same_key: of the keys of several processes, makes one.
     """
 
-    def __init__(self, generator: Any, secure: bool, same_key: Callable[[bytes], bytes] = lambda key: key) -> None:
+    def __init__(self, secure: bool, same_key: Callable[[bytes], bytes] = lambda key: key) -> None:
         self.secure, self._same_key = secure, same_key
         self.source = Noise(None if secure else 0)
         self.offset = 0
         self._used: set[bytes] = set()  # keys of the steps so far
         if secure:
-            self.source.restore(same_key(self.source.key), self.source.step)
-        else:
-            self._restart(generator)
+            self.source.restore(same_key(self.source.key), 0)
 
-    def again(self, generator: Any) -> None:
-        """The next step begins."""
+    def begin(self, generator: Any) -> None:
+        """A step begins."""
         self.offset = 0
         if self.secure:
             self.source.step += DRAWS
-        else:
-            self._restart(generator)
-
-    def _restart(self, generator: Any) -> None:
-        key = self._same_key(_key(generator))
+            return
+        device = getattr(generator, "device", "cpu")
+        words = torch.randint(0, 1 << 32, (8,), dtype=torch.int64, generator=generator, device=device)
+        key = self._same_key(struct.pack("<8I", *words.tolist()))
         if key in self._used:
             raise StepError(
                 "the noise of this step would be that of a step before: the random generator was seeded again since "
@@ -63,22 +60,14 @@ class StepNoise:
         place: what of a whole parameter the total is. The noise is that of these elements of the whole, on every
         process that asks for it.
         """
-        if std == 0:
-            return total
-        if self.secure:
+        if std and self.secure:
             part, first = torch.zeros_like(total), self.source.step
             for draw in range(DRAWS):
                 self.source.step = first + draw
                 add_noise_(self.source, part, std / 2, 1.0, self.offset, place)
             self.source.step = first
             total.add_(part)
-        else:
+        elif std:
             add_noise_(self.source, total, std, 1.0, self.offset, place)
         self.offset += total.numel() if place is None else place.shape.numel()
         return total
-
-
-def _key(generator: Any) -> bytes:
-    device = getattr(generator, "device", "cpu")
-    words = torch.randint(0, 1 << 32, (8,), dtype=torch.int64, generator=generator, device=device)
-    return struct.pack("<8I", *words.tolist())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from ....distributed.shards import Part
 from ....ops.clip import clip_factors
 from ....optim.checkpoint import warn_of_others
 from ..grad_sample import samples
-from ..grad_sample.gsm_base import owners_of
-from ..grad_sample.samples import Pending
+from ..grad_sample.grad_sample_module import owners_of
 from .noise import StepNoise
-from .sums import norm_sq, sums
+from .quantile import Quantile
 
 _mark_as_processed = samples.mark_processed
 
@@ -34,11 +32,10 @@ def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
 
 def _generate_noise(std: float, reference: Tensor, generator: Any = None, secure_mode: bool = False) -> Tensor:
     """Noise of this standard deviation, of the reference's shape, device and type."""
-    kind = torch.float64 if reference.dtype == torch.float64 else torch.float32
-    noise = torch.zeros(reference.shape, dtype=kind, device=reference.device)
-    if std:
-        StepNoise(generator, secure_mode).add_(noise, float(std))
-    return noise.to(reference.dtype)
+    kind = torch.promote_types(reference.dtype, torch.float32)
+    noise, source = torch.zeros(reference.shape, dtype=kind, device=reference.device), StepNoise(secure_mode)
+    source.begin(generator)
+    return source.add_(noise, float(std)).to(reference.dtype)
 
 
 class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
@@ -54,8 +51,8 @@ class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
         secure_mode: noise keyed by the operating system; see `StepNoise`.
 
     `p.summed_grad` is the clipped sum, in float32 or better; `p.grad` after a step what the optimizer inside used.
-    Noise is that of the largest clipping norm among the backwards of the step, should it change between them. Copies
-    and pickles train with noise of their own.
+    Noise is that of the largest clipping norm among the parts of the step, should it change between them. Copies and
+    pickles raise NotImplementedError.
 
     >>> from fastdp.compat.opacus import GradSampleModule
     >>> model = GradSampleModule(nn.Linear(3, 2))
@@ -65,9 +62,6 @@ class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
     >>> model(torch.ones(5, 3)).square().sum(1).mean().backward()
     >>> optimizer.step()
     """
-
-    noise_multiplier: float
-    max_grad_norm: float
 
     def __init__(
         self,
@@ -92,47 +86,23 @@ class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
             secure_mode=secure_mode,
         )
         self._noise: StepNoise | None = None
-        self._bound: float | None = None  # the largest clipping norm of the sums at hand
+        self._bound = 0.0  # the largest clipping norm of the sums at hand
+        self.quantile: Quantile | None = None  # which moves max_grad_norm
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_noise": None}  # noise that two must not share
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"a copy of a {type(self).__name__} could repeat its noise: copy the module, and make it an optimizer by "
+            "make_private; to save one, use its state_dict()"
+        )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # torch's would replace the step of the class, also of others of it
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy draws from the same generator: from a copy of the generator both would draw the same noise."""
-        memo[id(self.generator)] = self.generator
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Also train these parameters."""
-        self.original_optimizer.add_param_group(param_group)
-        for p in self.params:
-            if not hasattr(p, "summed_grad"):
-                p.summed_grad = None  # type: ignore[attr-defined]
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Of the optimizer inside: called at real steps, once `.grad` is private."""
-        return self.original_optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Of the optimizer inside: called after real steps."""
-        return self.original_optimizer.register_step_post_hook(hook)
-
-    # ------------------------------------------------------------------ gradients of samples
+    # ------------------------------------------------------------------ clipping
 
     def _entries(self, p: Tensor) -> list[Any]:
         """What waits of each backward, not computed yet: Pending or Tensor. Raises ValueError where nothing does."""
         held = samples.peek(p)
         if isinstance(held, list):
             return held
-        if not isinstance(held, Pending | Tensor):
-            self._get_flat_grad_sample(p)  # raises the error of its kind
-        return [held]
+        return [held] if isinstance(held, samples.Pending) else [self._get_flat_grad_sample(p)]
 
     @property
     def accumulated_iterations(self) -> int:
@@ -142,65 +112,65 @@ class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
             raise ValueError("Number of accumulated steps is inconsistent across parameters")
         return counts.pop()
 
-    # ------------------------------------------------------------------ clipping
-
     def clip_and_accumulate(self) -> None:
         """Clip the samples that wait, and add their sums to `p.summed_grad`."""
-        for parts in self._backwards():
+        count, parameters = self.accumulated_iterations, self.params
+        entries = [self._entries(p) for p in parameters]
+        for each in entries:
+            _check_processed_flag(each)
+        for number in range(count):
             with samples.outside():
-                self._add(sums(parts, self._clip_factors(norm_sq(parts))))
-        self._after_clipping(self.max_grad_norm)
+                self._add(self._clipped([(p, each[number]) for p, each in zip(parameters, entries, strict=True)]))
+        for each in entries:
+            _mark_as_processed(each)
+
+    def _clipped(self, parts: samples.Parts) -> dict[int, Tensor]:
+        """The clipped sums of one backward, by id of the parameter."""
+        return samples.sums(parts, self._clip_factors(samples.norm_sq(parts)))
 
     def _clip_factors(self, squares: Tensor) -> Tensor:
         """Factors [B] of samples with these squared norms."""
-        return clip_factors(squares, float(self.max_grad_norm))
-
-    def _backwards(self) -> Iterator[list[tuple[nn.Parameter, Any]]]:
-        """(parameter, Pending or Tensor) of all parameters, for each backward that waits. Checks first."""
-        entries = {id(p): self._entries(p) for p in self.params}
-        for each in entries.values():
-            _check_processed_flag(each)
-        counts = {len(each) for each in entries.values()}
-        if len(counts) > 1:  # edited by hand: as one batch each
-            entries = {id(p): [self._get_flat_grad_sample(p)] for p in self.params}
-            counts = {1}
-        for number in range(max(counts, default=0)):
-            yield [(p, entries[id(p)][number]) for p in self.params]
+        bound = float(self.max_grad_norm)
+        self._bound = max(bound, self._bound)
+        if self.quantile is not None:
+            self.quantile.count(squares, bound)
+        return clip_factors(squares, bound)
 
     def _add(self, found: dict[int, Tensor]) -> None:
         for p in self.params:
-            total = found[id(p)]
-            before = getattr(p, "summed_grad", None)  # absent where the parameter was frozen at first
-            p.summed_grad = total if before is None else before.add_(total)  # type: ignore[attr-defined]
-
-    def _after_clipping(self, bound: float) -> None:
-        self._bound = max(float(bound), self._bound or 0.0)
-        for p in self.params:
-            _mark_as_processed(samples.peek(p))
+            total, before = found[id(p)], getattr(p, "summed_grad", None)  # absent where it was frozen at first
+            p.summed_grad = total if before is None else before.add_(total)
 
     # ------------------------------------------------------------------ the step
 
     def add_noise(self) -> None:
         """`p.grad` = the clipped sum and its noise."""
-        self._noise_into_grad(self.noise_multiplier * self._sensitivity())
+        multiplier = self.noise_multiplier if self.quantile is None else self.quantile.noise_multiplier()
+        self._noise_into_grad(multiplier * self._sensitivity())
+        if self.quantile is not None:
+            self.quantile.move()
 
     def _sensitivity(self) -> float:
         """What one sample's contribution to the sums cannot exceed."""
-        return max(float(self.max_grad_norm), self._bound or 0.0)
+        return max(float(self.max_grad_norm), self._bound)
 
     def _noise_into_grad(self, std: float) -> None:
-        std = float(std)
-        if std:
-            self._next_noise()
+        noise = self.begin_noise() if std else None
         for p in self.params:
-            total = p.summed_grad  # type: ignore[attr-defined]
+            total = p.summed_grad
             _check_processed_flag(total)
             noisy = total.detach().clone(memory_format=torch.contiguous_format)
-            if std:
-                assert self._noise is not None
-                self._noise.add_(noisy, std, self._place(p))
+            if noise is not None:
+                noise.add_(noisy, float(std), self._place(p))
             p.grad = self._laid(noisy, p)
             _mark_as_processed(total)
+
+    def begin_noise(self) -> StepNoise:
+        """The noise of the next step."""
+        if self._noise is None or self._noise.secure != self.secure_mode:
+            self._noise = StepNoise(self.secure_mode, self._same_key)
+        self._noise.begin(self.generator)
+        return self._noise
 
     def _place(self, p: nn.Parameter) -> Part | None:
         """What of a whole parameter this one is; None if it is whole."""
@@ -210,49 +180,36 @@ class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
         """The noisy sum, as the parameter lies."""
         return noisy.view_as(p).to(p.dtype)
 
-    def _next_noise(self) -> StepNoise:
-        if self._noise is None or self._noise.secure != self.secure_mode:
-            self._noise = StepNoise(self.generator, self.secure_mode, self._same_key)
-        else:
-            self._noise.again(self.generator)
-        return self._noise
-
     def _same_key(self, key: bytes) -> bytes:
         """The key of the noise that all processes draw, of which this one proposes one."""
         return key
 
+    def total(self, what: str, number: float) -> float:
+        """The sum of a number of each process. what: its name, for the error if processes differ in what they do."""
+        return number
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear `p.grad_sample`; after a step that was no part of one, also `p.summed_grad`; zero `p.grad`."""
         for p in self.params:
-            p.grad_sample = None  # type: ignore[attr-defined]
-        self._clear_sums()
-        self.original_optimizer.zero_grad(set_to_none)
-        self._note_grads()
-
-    def _clear_sums(self) -> None:
+            p.grad_sample = None
         if not self._is_last_step_skipped:
             self._drop_sums()
-
-    def _drop_sums(self) -> None:
-        """Forget `p.summed_grad`."""
-        self._bound = None
-        for p in self.params:
-            p.summed_grad = None  # type: ignore[attr-defined]
-
-    def _note_grads(self) -> None:
-        """`.grad` was zeroed, maybe between forward and backward: the engine must not take it for autograd's."""
+        self.original_optimizer.zero_grad(set_to_none)
         for owner in owners_of(self.params):
             owner.note_grads()
 
-    def _take_gradients(self) -> None:
-        """Of the physical batch in hand, into the sums of the step."""
-        self.clip_and_accumulate()
+    def _drop_sums(self) -> None:
+        self._bound = 0.0
+        for p in self.params:
+            p.summed_grad = None
+        if self.quantile is not None:
+            self.quantile.drop()
 
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool | None:
         """All but the step of the optimizer inside; False where that must not follow (a part of a batch)."""
         if not self.params:
             return True
-        self._take_gradients()
+        self.clip_and_accumulate()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
             return False
@@ -262,14 +219,3 @@ class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
             self.step_hook(self)
         self._is_last_step_skipped = False
         return True
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a private step; returns the closure's loss, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.pre_step():
-            found = self.original_optimizer.step()
-            return loss if found is None else found
-        return loss

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from opacus.utils import batch_memory_manager as theirs
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from ....data.empty_batches import options_of
 
@@ -20,14 +20,7 @@ class BatchSplittingSampler(theirs.BatchSplittingSampler):  # type: ignore[misc]
     """The lists of another sampler in parts of at most max_batch_size, of about equal size.
 
     Iterated by itself it tells the optimizer of every part whether to step, when the part is drawn, as Opacus's does.
-
-    Args: sampler (of lists of indices); max_batch_size; optimizer: with `signal_skip_step`.
     """
-
-    def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: Any) -> None:
-        if max_batch_size < 1:
-            raise ValueError(f"the physical batch size must be at least 1, not {max_batch_size!r}")
-        super().__init__(sampler=sampler, max_batch_size=max_batch_size, optimizer=optimizer)
 
     def __iter__(self) -> Iterator[list[int]]:
         for part, _, last in self.parts():
@@ -41,17 +34,15 @@ class BatchSplittingSampler(theirs.BatchSplittingSampler):  # type: ignore[misc]
             pieces = max(1, math.ceil(len(chosen) / self.max_batch_size))
             if (of_all := getattr(self.optimizer, "pieces", None)) is not None:  # mode "ghost_fsdp"
                 pieces = of_all(pieces)
-            bounds = [-(-len(chosen) * n // pieces) for n in range(pieces + 1)]
             for n in range(pieces):
-                yield chosen[bounds[n] : bounds[n + 1]], n == 0, n == pieces - 1
+                low, high = (-(-len(chosen) * m // pieces) for m in (n, n + 1))
+                yield chosen[low:high], n == 0, n == pieces - 1
 
 
 class _Noting(BatchSplittingSampler):
     """Notes what each part is, for the loader to tell when it hands the part out."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.pending: deque[tuple[bool, bool]] = deque()
+    pending: deque[tuple[bool, bool]]
 
     def __iter__(self) -> Iterator[list[int]]:
         pending = self.pending = deque()  # a queue of its own for every pass
@@ -75,28 +66,24 @@ class _SplitLoader(DataLoader[Any]):
             if pending is None:
                 pending = self.batch_sampler.pending  # type: ignore[union-attr]
             first, last = pending.popleft()
-            _announce(self.optimizer, first, last)
+            self.optimizer._step_skip_queue.clear()
+            if first and self.optimizer._is_last_step_skipped:
+                warnings.warn(
+                    "a logical batch was left before its last physical batch: its gradients are dropped", stacklevel=2
+                )
+                self.optimizer._is_last_step_skipped = False
+                self.optimizer.zero_grad()
+            self.optimizer.signal_skip_step(do_skip=not last)
             yield batch
-
-
-def _announce(optimizer: Any, first: bool, last: bool) -> None:
-    optimizer._step_skip_queue.clear()
-    if first and optimizer._is_last_step_skipped:
-        warnings.warn(
-            "a logical batch was left before its last physical batch: its gradients are dropped", stacklevel=3
-        )
-        optimizer._is_last_step_skipped = False
-        optimizer.zero_grad()
-    optimizer.signal_skip_step(do_skip=not last)
 
 
 def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: Any) -> DataLoader[Any]:
     """A loader of the same data in physical batches of at most max_batch_size."""
+    if max_batch_size < 1:
+        raise ValueError(f"the physical batch size must be at least 1, not {max_batch_size!r}")
+    sampler = _Noting(sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer)
     loader = _SplitLoader(
-        data_loader.dataset,
-        batch_sampler=_Noting(sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer),
-        generator=data_loader.generator,
-        **options_of(data_loader),
+        data_loader.dataset, batch_sampler=sampler, generator=data_loader.generator, **options_of(data_loader)
     )
     loader.optimizer = optimizer
     return loader

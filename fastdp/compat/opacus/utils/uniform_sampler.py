@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from opacus.utils import uniform_sampler as theirs
 from torch import Tensor
@@ -15,15 +16,39 @@ from ..accountants import whole
 __all__ = ["DistributedUniformWithReplacementSampler", "UniformWithReplacementSampler"]
 
 
+class SecureGenerator(torch.Generator):
+    """A torch.Generator with a state of the operating system's: 19937 bits that nobody knows.
+
+    The samplers here that are given one draw from the operating system itself.
+    """
+
+    def __new__(cls) -> SecureGenerator:
+        made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        state = made.get_state().numpy().copy()
+        state[24 : 24 + 8 * 624].view(np.uint64)[:] = np.frombuffer(os.urandom(4 * 624), np.uint32)  # the twister's
+        made.set_state(torch.from_numpy(state))
+        return made
+
+
+def _drawn(size: int, rate: float, generator: torch.Generator | None) -> Tensor:
+    """Indices of the records drawn. In float64: at rate 1e-6, Opacus's float32 numbers take 1.3 % more than that."""
+    if isinstance(generator, SecureGenerator):
+        numbers = np.frombuffer(os.urandom(8 * size), np.uint64) >> 11
+        return torch.from_numpy(np.flatnonzero(numbers < rate * 2**53))
+    return (torch.rand(size, generator=generator, dtype=torch.float64) < rate).nonzero().reshape(-1)
+
+
+def _steps(sample_rate: Any, steps: int | None) -> int:
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
+    return whole(1 / sample_rate) if steps is None else steps
+
+
 class UniformWithReplacementSampler(theirs.UniformWithReplacementSampler):  # type: ignore[misc]
     """Lists of indices, each record in each list with probability sample_rate, independently.
 
     Args: num_samples; sample_rate in (0, 1]; generator (default: torch's global one); steps: number of lists (default:
-    1 / sample_rate, rounded down).
-
-    The batches are Opacus's under the same seed, but for rounding: at rate 1e-6 its float32 numbers take 1.3 % more
-    than the accountant is told. And 1 / sample_rate that is whole but for rounding is whole: Opacus makes 92 batches at
-    rate 1/93. Raises ValueError.
+    1 / sample_rate, rounded down, but for rounding: Opacus makes 92 batches at rate 1/93). Raises ValueError.
     """
 
     def __init__(
@@ -34,8 +59,7 @@ class UniformWithReplacementSampler(theirs.UniformWithReplacementSampler):  # ty
         generator: torch.Generator | None = None,
         steps: int | None = None,
     ) -> None:
-        _check_rate(sample_rate)
-        steps = whole(1 / sample_rate) if steps is None else steps
+        steps = _steps(sample_rate, steps)
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -50,25 +74,8 @@ class DistributedUniformWithReplacementSampler(theirs.DistributedUniformWithRepl
     different processes are then drawn by the same numbers, and so together.)
     """
 
-    def __init__(
-        self,
-        *,
-        total_size: int,
-        sample_rate: float,
-        shuffle: bool = True,
-        shuffle_seed: int = 0,
-        steps: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        _check_rate(sample_rate)
-        super().__init__(
-            total_size=total_size,
-            sample_rate=sample_rate,
-            shuffle=shuffle,
-            shuffle_seed=shuffle_seed,
-            steps=whole(1 / sample_rate) if steps is None else steps,
-            generator=generator,
-        )
+    def __init__(self, *, sample_rate: float, steps: int | None = None, **options: Any) -> None:
+        super().__init__(sample_rate=sample_rate, steps=_steps(sample_rate, steps), **options)
 
     def __iter__(self) -> Iterator[Tensor]:
         order = torch.arange(self.total_size)
@@ -81,21 +88,3 @@ class DistributedUniformWithReplacementSampler(theirs.DistributedUniformWithRepl
         for _ in range(self.num_batches):
             drawn = _drawn(self.total_size, self.sample_rate, self.generator)
             yield drawn[mine[drawn]]
-
-
-def _check_rate(sample_rate: Any) -> None:
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
-
-
-_CELLS = 2**24  # torch.rand gives multiples of 1 / _CELLS
-
-
-def _drawn(size: int, rate: float, generator: torch.Generator | None) -> Tensor:
-    """Indices of the records drawn: by the numbers that Opacus's sampler compares with the rate, but for a tie."""
-    cells = torch.rand(size, generator=generator, dtype=torch.float32).double() * _CELLS
-    edge = math.floor(rate * _CELLS)
-    chosen, tied = cells < edge, cells == edge
-    if tied.any():  # the rate lies within this cell: its share of it
-        chosen[tied] = torch.rand(int(tied.sum()), generator=generator, dtype=torch.float64) < rate * _CELLS - edge
-    return chosen.nonzero().reshape(-1)
