@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..utils.formatting import listed
-from .models import first_line, quiet
+from .models import first_line
 from .plan import FinetuneError
-from .records import Data, Record, check, fraction_of, label_names, split, usable
+from .records import Data, Record, check, fraction_of, label_names, numbered, split, usable
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "dev", "eval"}
 _KEPT = 1 << 30  # bytes of decoded images
@@ -29,10 +30,10 @@ def load_images(options: Namespace, known: Mapping[str, int] | None = None) -> D
     rows, said = _rows(options.data, options)
     data = Data([], [], columns={"text": "its file", "label": "its folder"}, said=said)
     data.names, data.public = label_names([[row["label"]] for row in rows], options, known)
-    data.train, data.held_out = split(_numbered(rows, data.names), fraction_of(options))
+    data.train, data.held_out = split(numbered(rows, data, options.data, options), fraction_of(options))
     if options.eval is not None:
         rows, said = _rows(options.eval, options)
-        data.held_out, data.said = _numbered(rows, data.names), data.said + said
+        data.held_out, data.said = numbered(rows, data, options.eval, options), data.said + said
     check(data, options)
     return data
 
@@ -50,10 +51,10 @@ def _rows(folder: Path, options: Namespace) -> tuple[list[Record], list[str]]:
             f"{folder / classes[0]} --eval {folder / classes[-1]}"
         )
     try:
-        with quiet():
+        with tempfile.TemporaryDirectory() as cache:  # which is deleted: the records are private
             table = load_dataset(
                 "imagefolder", data_files=f"{glob.escape(str(folder))}/*/**", split="train", drop_labels=False,
-                drop_metadata=True, keep_in_memory=True,
+                drop_metadata=True, keep_in_memory=True, cache_dir=cache,
             )  # fmt: skip
     except ImportError:
         raise FinetuneError("--task images needs Pillow: pip install pillow") from None
@@ -81,13 +82,6 @@ def pixels(path: Path) -> Any:
     return found.convert("RGB")
 
 
-def _numbered(rows: list[Record], names: list[str]) -> list[Record]:
-    other = [row for row in rows if row["label"] not in names]
-    if other:
-        raise FinetuneError(f"{other[0]['path']}: the label {other[0]['label']!r} is none of {listed(names, 5)}")
-    return [row | {"label": names.index(row["label"])} for row in rows]
-
-
 class Images:
     """Items {"pixel_values": [C, H, W], "labels": int}. What fits is kept in memory, the rest is decoded again."""
 
@@ -101,9 +95,8 @@ class Images:
     def __getitem__(self, i: int) -> dict[str, Any]:
         found = self.kept.get(i)
         if found is None:
-            with quiet():
-                image = pixels(Path(self.records[i]["path"]))
-                found = self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
+            image = pixels(Path(self.records[i]["path"]))
+            found = self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
             if len(self.kept) * found.numel() * found.element_size() < _KEPT:
                 self.kept[i] = found
         return {"pixel_values": found, "labels": self.records[i]["label"]}
