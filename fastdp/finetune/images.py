@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import importlib.util
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -42,6 +43,8 @@ def _rows(folder: Path, options: Namespace) -> tuple[list[Record], list[str]]:
     """(images with the names of their folders, what was left out). Raises FinetuneError."""
     from datasets import Image, load_dataset
 
+    if importlib.util.find_spec("PIL") is None:
+        raise FinetuneError("--task images needs Pillow: pip install pillow")
     if not folder.is_dir():
         raise FinetuneError(f"--task images reads a folder that has a folder for each class, and {folder} is a file")
     classes = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
@@ -56,8 +59,6 @@ def _rows(folder: Path, options: Namespace) -> tuple[list[Record], list[str]]:
                 "imagefolder", data_files=f"{glob.escape(str(folder))}/*/**", split="train", drop_labels=False,
                 drop_metadata=True, keep_in_memory=True, cache_dir=cache,
             )  # fmt: skip
-    except ImportError:
-        raise FinetuneError("--task images needs Pillow: pip install pillow") from None
     except Exception as problem:  # noqa: BLE001 - datasets raises errors of many kinds
         raise FinetuneError(f"the folders of {folder} hold no images: {first_line(problem)}") from None
     return usable(table.cast_column("image", Image(decode=False))["image"], _decoded, folder, options)
@@ -68,7 +69,7 @@ def _decoded(image: Mapping[str, Any]) -> Record:
     try:
         pixels(path)
         return {"path": str(path), "text": hashlib.sha256(path.read_bytes()).hexdigest(), "label": path.parent.name}
-    except (OSError, ValueError, SyntaxError) as problem:  # Pillow has many words for a damaged file
+    except Exception as problem:  # noqa: BLE001 - Pillow has many errors for a damaged file
         raise ValueError(f"{path.parent.name}/{path.name}: {first_line(problem)}") from None
 
 
