@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+from .parsing import declare
 
 DESCRIPTION = """\
 Test a training step for bugs that void differential privacy, from outside: clipping, noise, sampling, accounting.
@@ -18,25 +21,23 @@ wrong).
 
 example: python -m fastdp audit examples/audit/by_hand.py:make_step --plots audit-plots"""
 
+FLAGS: dict[str, dict[str, Any]] = {
+    "step": dict(metavar="STEP", nargs="?", help="FILE.py:NAME or package.module:NAME"),
+    "--tests": dict(metavar="A,B", help="only these tests (default: all; --list names them)"),
+    "--skip": dict(metavar="A,B", default="", help="tests to leave out"),
+    "--statistics": dict(
+        choices=("fastdp", "paper", "both"), default="fastdp",
+        help="whose tests: fastdp's, those of the paper 'Finding private bugs' as it describes them, or both "
+        "(default: %(default)s)",
+    ),
+    "--seed": dict(type=int, default=0, help="the seed of the weights and the data (default: %(default)s)"),
+    "--plots": dict(type=Path, metavar="DIR", help="draw the curves as PNG files in this folder; needs matplotlib"),
+    "--json": dict(type=Path, metavar="FILE", help="write everything that was measured to this file"),
+    "--strict": dict(action="store_true", help="also fail if a test could not run, or is undecided"),
+    "--list": dict(action="store_true", help="list the tests, and stop"),
+}  # fmt: skip
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare every flag."""
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("step", metavar="STEP", nargs="?", help="FILE.py:NAME or package.module:NAME")
-    parser.add_argument("--tests", metavar="A,B", help="only these tests (default: all; --list names them)")
-    parser.add_argument("--skip", metavar="A,B", default="", help="tests to leave out")
-    parser.add_argument(
-        "--statistics", choices=("fastdp", "paper", "both"), default="fastdp",
-        help="whose tests: fastdp's, those of the paper 'Finding private bugs' as it describes them, or both "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=0, help="the seed of the weights and the data (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="draw the curves as PNG files in this folder; needs matplotlib"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to this file")
-    parser.add_argument("--strict", action="store_true", help="also fail if a test could not run, or is undecided")
-    parser.add_argument("--list", action="store_true", help="list the tests, and stop")
+    declare(parser, FLAGS, DESCRIPTION, EPILOG)

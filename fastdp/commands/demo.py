@@ -6,11 +6,12 @@ fastdp and Opacus) and writes a reliability diagram and the loss curves as PNG.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from ..optim.optimizers import DPAdamW
 from ..sampling import poisson_loader
 from ..utils.progress_bar import Bar
 from ..verification.verify import verify
+from .parsing import aligned
 
 EPSILON, DELTA, EPOCHS, BATCH, LR, R = 3.0, 1e-4, 40, 128, 5e-3, 1.0
 
@@ -58,18 +60,7 @@ def train_privately(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float], float
     steps = EPOCHS * loader.steps_per_epoch
     sigma = noise_multiplier_for(target_epsilon=EPSILON, delta=DELTA, sample_rate=loader.sample_rate, steps=steps)
     optimizer = DPAdamW(model, lr=LR, noise_multiplier=sigma, max_grad_norm=R, clipping="automatic")
-    losses: list[float] = []
-    bar, said = Bar(steps), ""
-    for _ in range(EPOCHS):
-        for images, labels in loader:
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            if len(losses) % loader.steps_per_epoch == 0:
-                said = f", epsilon {optimizer.epsilon(DELTA):.2f} of {EPSILON:g}"
-            bar.at(len(losses), f"private, noise {sigma:.2f}{said}")
+    losses = train(model, optimizer, loader, steps, f"private, noise {sigma:.2f}")
     spent = optimizer.epsilon(DELTA)
     optimizer.detach()
     return model, losses, spent, sigma
@@ -78,57 +69,51 @@ def train_privately(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float], float
 def train_ordinarily(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float]]:
     """The same without privacy."""
     model = network()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), BATCH, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    losses: list[float] = []
-    per_epoch = -(-len(x) // BATCH)
-    bar = Bar(EPOCHS * per_epoch)
-    for epoch in range(EPOCHS):
-        for rows in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(BATCH):
-            loss = F.cross_entropy(model(x[rows]), y[rows])
+    return model, train(model, optimizer, loader, EPOCHS * len(loader), "non-private")
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, steps: int, text: str) -> list[float]:
+    """EPOCHS passes; the losses by step."""
+    bar, losses = Bar(steps), list[float]()
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-            bar.at(len(losses), "non-private")
-    return model, losses
+            bar.at(len(losses), text)
+    return losses
 
 
 def step_times(x: Tensor, y: Tensor, rounds: int = 30) -> dict[str, float]:
     """Medians of interleaved steps, in milliseconds, batch BATCH; Opacus if it is installed."""
     x, y = x[:BATCH], y[:BATCH]
-    steps: dict[str, Callable[[], None]] = {}
-
-    def add(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def step() -> None:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        steps[name] = step
-
-    model = network()
-    add("non-private", model, torch.optim.AdamW(model.parameters(), lr=LR))
-    model = network()
-    add("fastdp", model, DPAdamW(model, lr=LR, noise_multiplier=1.0, max_grad_norm=R, expected_batch_size=BATCH))
-    try:
+    private: dict[str, Any] = {"max_grad_norm": R, "noise_multiplier": 1.0, "expected_batch_size": BATCH}
+    plain, ours = network(), network()
+    pairs: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {
+        "non-private": (plain, torch.optim.AdamW(plain.parameters(), lr=LR)),
+        "fastdp": (ours, DPAdamW(ours, lr=LR, **private)),
+    }
+    with contextlib.suppress(ImportError):
         from opacus.grad_sample import GradSampleModule
         from opacus.optimizers import DPOptimizer
 
-        model = GradSampleModule(network())
-        inner = torch.optim.AdamW(model.parameters(), lr=LR)
-        add("Opacus hooks", model, DPOptimizer(inner, noise_multiplier=1.0, max_grad_norm=R, expected_batch_size=BATCH))
-    except ImportError:
-        pass
-    times: dict[str, list[float]] = {name: [] for name in steps}
+        theirs = GradSampleModule(network())
+        pairs["Opacus hooks"] = theirs, DPOptimizer(torch.optim.AdamW(theirs.parameters(), lr=LR), **private)
+    times: dict[str, list[float]] = {name: [] for name in pairs}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus's backward hooks
-        for number in range(rounds + 3):
-            for name, step in steps.items():
+        for _ in range(rounds + 3):
+            for name, (model, optimizer) in pairs.items():
                 start = time.perf_counter()
-                step()
-                if number >= 3:
-                    times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values[3:]) for name, values in times.items()}
 
 
 def write_losses(curves: dict[str, list[float]], path: Path) -> None:
@@ -158,9 +143,7 @@ def table(results: dict[str, Calibration], spent: float, times: dict[str, float]
             f"{100 * found.ece:.1f} %" if found else "",
             f"{ms:.2f} ms ({ms / times['non-private']:.2f}x)" if ms else "",
         ))  # fmt: skip
-    widths = [max(len(row[k]) for row in [head, *rows]) for k in range(len(head))]
-    return "\n".join("  ".join(c.rjust(w) if k else c.ljust(w) for k, (c, w) in enumerate(zip(r, widths, strict=True)))
-                     for r in [head, *rows])  # fmt: skip
+    return aligned([head, *rows])
 
 
 def main(out: Path) -> None:

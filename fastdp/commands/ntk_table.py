@@ -19,14 +19,16 @@ import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
 
 from ..ntk import NTK, Positivity, ntk, positivity
 from ..optim.clipping import Clipping
 from ..utils.progress_bar import Bar
+from .parsing import aligned
 
 COLUMNS = ("symmetric", "positive in quadratic form", "positive in eigenvalues", "loss converges",
            "loss never rises", "zero loss, if it converges")  # fmt: skip
@@ -138,59 +140,46 @@ def descend(nets: Networks, row: Row, weights: dict[str, Tensor], going: Tensor 
 
     The learning rate is over the largest factor of a network: the same flow, in steps that its K can stand.
     """
-    inputs, deltas, losses = _backpropagate(nets, weights)
-    factors = _factors(nets, row, inputs, deltas)  # a layer each: [S, B]
-    rate = nets.rate / torch.stack(factors).amax((0, 2)).clamp(min=1e-6) / SAMPLES
+    gradients, losses = per_sample(nets, weights)
+    squares: dict[str, Any] = {}
+    for name, gradient in gradients.items():
+        layer = name.rpartition(".")[0]
+        squares[layer] = squares.get(layer, 0) + gradient.flatten(2).square().sum(2)  # [S, B]
+    factors = _factors(nets, row, squares, gradients)
+    rate = nets.rate / torch.stack(list(factors.values())).amax((0, 2)).clamp(min=1e-6) / SAMPLES
     rate = rate if going is None else rate * going
     new, sums = {}, torch.zeros(3, len(rate), dtype=torch.float64)
-    for (layer, a, d), c in zip(_layers(weights, inputs, deltas), factors, strict=True):
-        scaled = d * c[..., None]
-        for name, whole, clipped in (("weight", d.mT @ a, scaled.mT @ a), ("bias", d.sum(1), scaled.sum(1))):
-            u, v = whole.flatten(1), clipped.flatten(1)
-            sums += torch.stack([(u * v).sum(1), (u * u).sum(1), (v * v).sum(1)])
-            old = weights[f"{layer}.{name}"]
-            new[f"{layer}.{name}"] = old - (rate[:, None] * v).view_as(old)
+    for name, gradient in gradients.items():
+        u, each = gradient.sum(1).flatten(1), gradient.flatten(2)
+        v = (each * factors[name.rpartition(".")[0]][..., None]).sum(1)
+        sums += torch.stack([(u * v).sum(1), (u * u).sum(1), (v * v).sum(1)])
+        new[name] = weights[name] - (rate[:, None] * v).view_as(weights[name])
     return Step(new, losses.mean(1), -sums[0] / (sums[1] * sums[2]).sqrt().clamp(min=1e-300))
 
 
-def _layers(weights: dict[str, Tensor], inputs: list[Tensor], deltas: list[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    return list(zip(names, inputs, deltas, strict=True))
+def per_sample(nets: Networks, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """({name: gradients [S, B, *shape]}, losses [S, B])."""
+
+    def loss(one: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(functional_call(nets.template, one, (x[None],)), y[None])[0]
+
+    found: tuple[dict[str, Tensor], Tensor] = vmap(vmap(grad_and_value(loss), (None, 0, 0)))(weights, nets.x, nets.y)
+    return found
 
 
-def _backpropagate(nets: Networks, weights: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Of each layer its inputs [S, B, in] and the losses' derivatives by its outputs [S, B, out]; the losses [S, B].
-    A sample's gradient of a layer's weight is the outer product of the two, of its bias the second."""
-    names = [name for name in weights if name.endswith(".weight")]
-    inputs = [nets.x]
-    for name in names:
-        z = inputs[-1] @ weights[name].mT + weights[name.replace("weight", "bias")][:, None]
-        inputs.append(z.tanh() if name != names[-1] else z)
-    error = inputs.pop()[..., 0] - nets.y
-    deltas = [error[..., None]]
-    for name, a in zip(names[:0:-1], inputs[:0:-1], strict=True):
-        deltas.insert(0, deltas[0] @ weights[name] * (1 - a.square()))
-    return inputs, deltas, error.square() / 2
-
-
-def _factors(nets: Networks, row: Row, inputs: list[Tensor], deltas: list[Tensor]) -> list[Tensor]:
-    """Clip factors of each layer: [S, B]."""
-    s, b = nets.y.shape
-    radius = row.ratio * nets.scale
+def _factors(nets: Networks, row: Row, squares: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Clip factors of each layer: [S, B]. squares: of its per-sample norms."""
+    radius, plain = row.ratio * nets.scale, torch.ones_like(nets.y)
     if row.clipping == "none":
-        return [nets.y.new_ones(s, b)] * len(inputs)
+        return dict.fromkeys(squares, plain)
     if row.clipping == "batch":
-        whole = [
-            (d.mT @ a).square().sum((1, 2)) + d.sum(1).square().sum(1) for a, d in zip(inputs, deltas, strict=True)
-        ]
-        factor = (radius / sum(whole).sqrt().clamp(min=1e-300)).clamp(max=1)  # type: ignore[union-attr]
-        return [factor[:, None].expand(s, b)] * len(inputs)
+        whole = torch.stack([g.sum(1).flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
+        return dict.fromkeys(squares, plain * (radius / whole.clamp(min=1e-300)).clamp(max=1)[:, None])
     rule = Clipping(dict(nets.template.named_parameters()), row.clipping, 1.0, row.style)  # of norms over R
-    squares = [(a.square().sum(2) + 1) * d.square().sum(2) / radius[:, None] ** 2
-               for a, d in zip(inputs, deltas, strict=True)]  # fmt: skip
-    parts = squares if row.style == "layerwise" else [torch.stack(squares).sum(0)]
-    found = [c.double().view(s, b) for c in rule.factors([part.flatten() for part in parts])]
-    return found if row.style == "layerwise" else found * len(inputs)
+    parts = [part / radius[:, None] ** 2 for part in squares.values()]
+    parts = parts if row.style == "layerwise" else [torch.stack(parts).sum(0)]
+    found = [c.double().view_as(plain) for c in rule.factors([part.flatten() for part in parts])]
+    return dict(zip(squares, found if row.style == "layerwise" else found * len(squares), strict=True))
 
 
 def kernel_of(nets: Networks, weights: dict[str, Tensor], number: int) -> NTK:
@@ -257,8 +246,7 @@ def table(results: list[Result]) -> str:
         claims = ["-" if row.paper is None else "yes" if c else "no" for c in row.paper or (None,) * 6]
         cells = (f"{n}/{of} ({c})" for n, of, c in zip(held, result.of, claims, strict=True))
         rows.append((row.name, row.matrix, *cells, f"{left:.1e}"))
-    widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def broken(results: list[Result]) -> list[str]:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
 from ..utils.formatting import nearest
+
+
+def declare(parser: argparse.ArgumentParser, flags: Mapping[str, Any], description: str, epilog: str) -> None:
+    """Add a table of flags, {name: arguments of add_argument}, and the texts of --help."""
+    parser.description, parser.epilog = description, epilog
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for flag, how in flags.items():
+        parser.add_argument(flag, **how)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, its columns padded to their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,10 +56,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {name}{nearest(name, list(known))}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        choices: Iterable[Any] | None = action.choices
-        if choices is not None and value not in choices:
-            names = [str(choice) for choice in choices]
-            if isinstance(action, argparse._SubParsersAction):
-                hint = nearest(str(value), names) or f"; there are {', '.join(names)}"
-                raise argparse.ArgumentError(None, f"there is no command {value!r}{hint}")
-            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{nearest(str(value), names)}")
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        if isinstance(action, argparse._SubParsersAction):
+            hint = nearest(str(value), names) or f"; there are {', '.join(names)}"
+            raise argparse.ArgumentError(None, f"there is no command {value!r}{hint}")
+        raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{nearest(str(value), names)}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib.util
 import io
 import json
@@ -24,7 +23,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,21 +41,9 @@ RUNS = ".runs"
 _KEYS = ("noise_multiplier", "sample_rate", "steps")
 
 
-class Candidate(NamedTuple):
-    """A setting, what a run with it spends, and how it is made: it writes into the folder what is to be released, and
-    returns its score (of private held-out records: each one's) and what it has spent."""
-
-    setting: dict[str, Any]
-    history: History
-    run: Callable[[Path], tuple[Any, History]]
-
-
-class Best(NamedTuple):
-    """The best run so far."""
-
-    setting: dict[str, Any]
-    score: float
-    folder: Path
+# A setting, what a run with it spends, and how it is made: run(folder) writes into the folder what is to be released,
+# and returns its score (of private held-out records: each one's) and what it has spent.
+Candidate = tuple[dict[str, Any], History, Callable[[Path], tuple[Any, Any]]]
 
 
 def main(options: Namespace, of_finetune: Callable[[Namespace, list[dict[str, Any]]], list[Any]]) -> int:
@@ -64,18 +51,19 @@ def main(options: Namespace, of_finetune: Callable[[Namespace, list[dict[str, An
     try:
         return _main(options, of_finetune)
     except FastDPError as problem:
-        print(f"\nfastdp tune: {problem}", file=sys.stderr)
-        return 1
+        said, code = str(problem), 1
     except OSError as problem:
-        print(f"\nfastdp tune: {problem.filename or 'a file'}: {problem.strerror}", file=sys.stderr)
-        return 1
+        said, code = f"{problem.filename or 'a file'}: {problem.strerror}", 1
     except KeyboardInterrupt:
-        print(
-            "\nfastdp tune: interrupted. Nothing was released, and the search cannot be taken up: which runs there "
-            "were must stay unknown. Another search on the same data spends a budget of its own.",
-            file=sys.stderr,
+        said, code = (
+            (
+                "interrupted. Nothing was released, and the search cannot be taken up: which runs there were must stay "
+                "unknown. Another search on the same data spends a budget of its own."
+            ),
+            130,
         )
-        return 130
+    print(f"\nfastdp tune: {said}", file=sys.stderr)
+    return code
 
 
 def _main(options: Namespace, of_finetune: Callable[[Namespace, list[dict[str, Any]]], list[Any]]) -> int:
@@ -85,12 +73,12 @@ def _main(options: Namespace, of_finetune: Callable[[Namespace, list[dict[str, A
     _check_out(options.out)
     settings = _settings_of(options.settings)
     if options.what == "finetune":
-        candidates = [Candidate(*found) for found in of_finetune(options, settings)]
+        candidates = of_finetune(options, settings)
+    elif options.words:
+        raise TuneError(f"{options.words[0]}: arguments after -- are those of finetune")
     else:
-        if options.words:
-            raise TuneError(f"{options.words[0]}: arguments after -- are those of finetune")
         candidates = _of_function(options.what, settings)
-    card = card_of(options, runs, [each.setting for each in candidates], [each.history for each in candidates])
+    card = card_of(options, runs, [setting for setting, *_ in candidates], [history for _, history, _ in candidates])
     print(said(card), flush=True)
     if options.dry_run:
         print("\n--dry-run: nothing was trained or written.")
@@ -133,10 +121,8 @@ def _check_out(out: Path) -> None:
 def _settings_of(path: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise TuneError(f"--settings {path}: {problem.strerror}") from None
-    except ValueError as problem:
-        raise TuneError(f"--settings {path} is no JSON: {problem}") from None
+    except (OSError, ValueError) as problem:
+        raise TuneError(f"--settings {path} cannot be read: {problem}") from None
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise TuneError(f'--settings {path} must hold a list of objects, one a setting: [{{"lr": 0.1}}, {{"lr": 0.3}}]')
     for place, each in enumerate(found):
@@ -159,7 +145,7 @@ def _of_function(where: str, settings: list[dict[str, Any]]) -> list[Candidate]:
         raise TuneError(f"{place} cannot be imported: {type(problem).__name__}: {problem}") from problem
     if not callable(getattr(module, name, None)):
         raise TuneError(f"{place} has no function {name!r}{nearest(name, list(vars(module)))}")
-    return [Candidate(each, _history_of(each), _calling(path, name, each)) for each in settings]
+    return [(each, _history_of(each), _calling(path, name, each)) for each in settings]
 
 
 def _imported(path: Path) -> Any:
@@ -184,17 +170,15 @@ def _calling(path: Path, name: str, setting: dict[str, Any]) -> Callable[[Path],
 
 def _history_of(setting: dict[str, Any]) -> History:
     """What a run with this setting spends, as the setting says."""
-    if "history" in setting:
-        found = setting["history"]
-        if isinstance(found, list) and found and all(isinstance(run, list) and len(run) == 3 for run in found):
-            return [(run[0], run[1], run[2]) for run in found]
+    found = setting.get("history") if "history" in setting else [[setting.get(key) for key in _KEYS]]
+    if not isinstance(found, list) or not found or not all(isinstance(run, list) and len(run) == 3 for run in found):
         raise TuneError(f"history must be a list of [noise multiplier, sample rate, steps], not {json.dumps(found)}")
-    if lacks := [key for key in _KEYS if key not in setting]:
+    if lacks := [key for key, value in zip(_KEYS, found[0], strict=True) if value is None]:
         raise TuneError(
             f"the setting {json.dumps(setting)} lacks {', '.join(lacks)}: what a run spends must be known beforehand. "
             f"Give {', '.join(_KEYS)}, or history, a list of [noise multiplier, sample rate, steps]"
         )
-    return [(setting["noise_multiplier"], setting["sample_rate"], setting["steps"])]
+    return [tuple(run) for run in found]
 
 
 # ---------------------------------------------------------------------- the search
@@ -210,7 +194,7 @@ def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], car
         best = _best(out, runs, candidates, options.score_noise)
         if best is not None:
             # when it was made would tell how many came after it: of a file that is moved, the system knows that
-            shutil.copytree(best.folder, out / BEST, symlinks=True)
+            shutil.copytree(best[2], out / BEST, symlinks=True)
             for path in (*(out / BEST).rglob("*"), out / BEST):
                 os.utime(path, follow_symlinks=False)
         status = "done"
@@ -222,42 +206,42 @@ def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], car
         if status != "done":
             shutil.rmtree(out / BEST, ignore_errors=True)
             write(out, {**card, "status": status})
-    result = {"setting": None, "score": None} if best is None else {"setting": best.setting, "score": best.score}
-    card = {**card, "status": "done", **result}
+    setting, score, _ = best or (None, None, None)
+    card = {**card, "status": "done", "setting": setting, "score": score}
     write(out, card)
     (out / "search_card.md").write_text(page(card), encoding="utf-8")
     if best is None:
         print("\ndone: no run was drawn, which happens with --distribution poisson. The budget is spent.")
         return 0
-    print(f"\ndone: the best setting is {json.dumps(best.setting)}, with the score {best.score:.6g}")
+    print(f"\ndone: the best setting is {json.dumps(setting)}, with the score {score:.6g}")
     print(f"written to {options.out}: {BEST}/, search_card.md and {RECORD}.")
     print("Give away nothing else, not even how long it took.")
     return 0
 
 
-def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: float | None) -> Best | None:
-    """The best of a secret number of runs. Raises TuneError where one fails; its message, which may quote records, is
-    kept back."""
-    noise, best = Noise(), None
-    units = set[str]()
-    number = runs.draw()
-    for _ in range(number):
-        candidate = candidates[secrets.randbelow(len(candidates))]
+def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: float | None) -> Any:
+    """(setting, score, folder) of the best of a secret number of runs; None of none. Raises TuneError where one fails;
+    its message, which may quote records, is kept back."""
+    noise, best, units = Noise(), None, set[str]()
+    for _ in range(runs.draw()):
+        setting, history, run = secrets.choice(candidates)
         folder = out / RUNS / secrets.token_hex(8)
         folder.mkdir(mode=0o700)
+        torch.seed()  # no run draws its numbers from where another has left the generators
+        random.seed()
+        np.random.seed()
+        before = Ledger.made_by_all
         try:
-            _draw_anew()
-            before = Ledger.made_by_all
             with _silent():
-                score, spent = candidate.run(folder)
-                score = _score(score, score_noise, noise)
-                _check_spent(candidate.history, spent, Ledger.made_by_all - before)
-                units.update([spent.unit] if isinstance(spent, PrivateOptimizer) and spent.history else [])
-                if len(units) > 1:
-                    raise TuneError(
-                        "one run has trained on records and another on persons (group_by): no one epsilon holds for "
-                        "both. Group in all settings, or in none"
-                    )
+                found, spent = run(folder)
+                score = _score(found, score_noise, noise)
+                _check_spent(history, spent, Ledger.made_by_all - before)
+            units |= {spent.unit} if isinstance(spent, PrivateOptimizer) and spent.history else set()
+            if len(units) > 1:
+                raise TuneError(
+                    "one run has trained on records and another on persons (group_by): no one epsilon holds for both. "
+                    "Group in all settings, or in none"
+                )
         except (TuneError, KeyboardInterrupt):
             raise
         except BaseException as problem:  # noqa: BLE001
@@ -266,38 +250,28 @@ def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: f
                 f"a run failed with {type(problem).__name__} in {last.filename}, line {last.lineno}. Its message is "
                 "kept back, as it may quote records. Nothing was released; that it failed is not covered by epsilon"
             ) from None
-        if best is None or score > best.score:
-            if best is not None:
-                shutil.rmtree(best.folder)
-            best = Best(candidate.setting, score, folder)
-        else:
-            shutil.rmtree(folder)
+        loser: Path | None = folder
+        if best is None or score > best[1]:
+            loser, best = best and best[2], (setting, score, folder)
+        if loser is not None:
+            shutil.rmtree(loser)
     return best
-
-
-def _draw_anew() -> None:
-    """Let no run draw its numbers from where another has left the generators."""
-    torch.seed()
-    random.seed()
-    np.random.seed()
 
 
 def _score(found: Any, score_noise: float | None, noise: Noise) -> float:
     """A number, larger for better. Of private records: the sum of their scores, with noise."""
     if score_noise is None:
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            try:
-                found = float(found)
-            except (TypeError, ValueError):
-                raise TuneError(f"the score must be a number, and is a {type(found).__name__}") from None
-        return -math.inf if math.isnan(found) else float(found)
+        try:
+            value = float(found)
+        except (TypeError, ValueError):
+            raise TuneError(f"the score must be a number, and is a {type(found).__name__}") from None
+        return -math.inf if math.isnan(value) else value
     each = torch.as_tensor(found, dtype=torch.float64).detach().cpu()
-    if each.dim() != 1:
+    if each.dim() != 1 or not bool(((each >= 0) & (each <= 1)).all()):
         raise TuneError(
-            "with --held-out private the score is a list, with a number from 0 to 1 for each held-out record"
+            "with --held-out private the score is a list, with a number between 0 and 1 for each held-out record: the "
+            "noise is for that"
         )
-    if not bool(((each >= 0) & (each <= 1)).all()):
-        raise TuneError("with --held-out private each record's score must lie between 0 and 1: the noise is for that")
     total = each.sum().view(1)
     noise.add_scaled_(total, score_noise, 1.0, 0)
     noise.step += 1
@@ -308,19 +282,22 @@ def _check_spent(planned: History, spent: Any, made: int) -> None:
     """spent: a history, or the private optimizer that has it; made: the noised steps that the run has made here."""
     if isinstance(spent, PrivateOptimizer):
         privacy = spent._accounted()
-        if not privacy.noise.secure:
-            raise TuneError("a run has drawn its noise by seed=: whoever knows it can take the noise off. Leave it out")
-        if privacy.loader_batch.seeded:
-            raise TuneError("a run has drawn its batches by seed=: whoever knows it knows who is in them. Leave it out")
-        if privacy.rate_check.low or any(privacy.missed.counts):
-            raise TuneError(
-                "what a run has spent is in doubt: its sample_rate= is far below what its batches show, or batches of "
-                "its loader had no step. Make a run by itself on public records: optimizer.epsilon() warns of it"
-            )
-        if privacy.mechanism is not None:
-            raise TuneError(f"{type(spent).__name__} accounts in its own way, which a search does not cover: use DPSGD")
-        if privacy.ledger.elsewhere:
-            raise TuneError("other private optimizers have trained the same model in a run: return one history of all")
+        problems = (
+            (not privacy.noise.secure,
+             "a run has drawn its noise by seed=: whoever knows it can take the noise off. Leave it out"),
+            (privacy.loader_batch.seeded,
+             "a run has drawn its batches by seed=: whoever knows it knows who is in them. Leave it out"),
+            (privacy.rate_check.low or any(privacy.missed.counts),
+             "what a run has spent is in doubt: its sample_rate= is far below what its batches show, or batches of "
+             "its loader had no step. Make a run by itself on public records: optimizer.epsilon() warns of it"),
+            (privacy.mechanism is not None,
+             f"{type(spent).__name__} accounts in its own way, which a search does not cover: use DPSGD"),
+            (privacy.ledger.elsewhere,
+             "other private optimizers have trained the same model in a run: return one history of all"),
+        )  # fmt: skip
+        for wrong, why in problems:
+            if wrong:
+                raise TuneError(why)
         spent = privacy.ledger.spent
     try:
         found = [tuple(run) for run in spent]
@@ -350,8 +327,7 @@ def _check_spent(planned: History, spent: Any, made: int) -> None:
 def _silent() -> Iterator[None]:
     """Nothing that a run prints is shown, not by its subprocesses either, nor once it is over."""
     _flush()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    kept = [os.dup(1), os.dup(2)]
+    nowhere, kept = os.open(os.devnull, os.O_WRONLY), (os.dup(1), os.dup(2))
     try:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
@@ -366,11 +342,8 @@ def _silent() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Write what waits to be written to the terminal: of Python's files, whoever holds them, and of the C library's."""
-    kinds = (io.TextIOWrapper, io.BufferedWriter)  # the first writes into the second
-    files = [each for each in gc.get_objects() if type(each) in kinds]
-    for file in (*(each for kind in kinds for each in files if type(each) is kind), sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no file of the system's
-            if file.fileno() in (1, 2):
-                file.flush()
+    """Write what waits to be written to the terminal, by Python's files and the C library's."""
+    for file in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            file.flush()  # type: ignore[union-attr]
     ctypes.CDLL(None).fflush(None)

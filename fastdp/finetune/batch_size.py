@@ -1,4 +1,4 @@
-"""The number of samples that are taken at once: what memory allows, and what is fastest.
+"""The number of samples that are taken at once: what memory allows, up to what is worth it.
 
 Tried by forwards and backwards of the longest records through the engine. No step is made: no noise is drawn, no
 accountant knows of it, and weights, buffers, gradients and generators are afterwards what they were.
@@ -23,16 +23,14 @@ from ..utils.rng_state import random_states, set_random_states
 from .plan import FinetuneError, Job
 
 SHARE = 0.6, 0.9  # of the free memory that may be used: on the CPU, on a GPU
-FASTER = 0.97  # a larger batch is worth its memory if its time for a sample is less than this of the best so far
-ENOUGH = 16  # sizes up to it are tried whatever the first times say: they are short, and others may use the machine
+ENOUGH = 32, 256  # samples at once beyond which a step is hardly faster: on the CPU, on a GPU
 STATE = 16  # bytes for each trained number: clipped sums of two physical batches, Adam's two averages
-SECONDS = 15.0  # no further size is tried after
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """size: samples at once. bytes: the peak of a step beside what is held before. limit: what decided the size:
-    "memory", "speed" (or trying took too long), "batch" (no logical batch is larger), "given"."""
+    "memory", "speed" (ENOUGH), "batch" (no logical batch is larger), "given"."""
 
     size: int
     seconds_per_sample: float
@@ -71,38 +69,30 @@ def largest_batch(job: Job) -> int:
 
 
 def _search(job: Job, optimizer: Any, longest: Sequence[int], cap: int, room: int) -> tuple[int, int, str]:
-    """(size, peak, limit). Doubled while a sample gets faster (on a GPU: while it fits), and the memory predicted for
-    it, by the growth so far and a fifth more, is there."""
-    deadline, best, used, least, slower, size = time.monotonic() + SECONDS, 0, 0, math.inf, 0, 1
-    last = _held(job.device, "now")
+    """(size, peak, limit). Doubled up to ENOUGH, while the memory predicted, by the growth so far and a fifth more, is
+    there."""
+    most, size, last = min(cap, ENOUGH[job.device.type == "cuda"]), 1, _held(job.device, "now")
     _fits(job, optimizer, longest[:1])  # loads and allocates what is needed once
-    while True:
-        found = _fits(job, optimizer, longest[:size])
-        if found is None or found[1] > room:
-            break
-        seconds, peak = found
-        faster = job.device.type == "cuda" or seconds / size < FASTER * least
-        best, used, slower = (size, peak, 0) if faster else (best, used, slower + 1)
-        least = min(least, seconds / size)
-        if size == cap:
-            return best, used, "batch" if best == cap else "speed"
-        if (slower >= 2 and size >= ENOUGH) or time.monotonic() + 2.5 * seconds > deadline:
-            return best, used, "speed"
-        if peak + 1.2 * 2 * max(peak - last, 0) > room:
-            break
-        last, size = peak, min(2 * size, cap)
-    if not best:
+    peak = _fits(job, optimizer, longest[:1])
+    if peak is None or peak > room:
         raise FinetuneError(
             "memory does not suffice for a single sample: shorten the samples, train fewer parameters (LoRA), or take "
             "a smaller model"
         )
-    return best, used, "memory"
+    while size < most:
+        larger = min(2 * size, most)
+        predicted = peak + 1.2 * 2 * max(peak - last, 0)
+        found = None if predicted > room else _fits(job, optimizer, longest[:larger])
+        if found is None or found > room:
+            return size, peak, "memory"
+        size, last, peak = larger, peak, max(peak, found)
+    return size, peak, "batch" if size == cap else "speed"
 
 
-def _fits(job: Job, optimizer: Any, places: Sequence[int]) -> tuple[float, int] | None:
-    """`measured`, or None where memory does not suffice."""
+def _fits(job: Job, optimizer: Any, places: Sequence[int]) -> int | None:
+    """Bytes held at the peak of these records, or None where memory does not suffice."""
     try:
-        return measured(job, optimizer, places)
+        return measured(job, optimizer, places)[1]
     except torch.OutOfMemoryError:
         pass
     except RuntimeError as problem:

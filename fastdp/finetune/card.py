@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..accounting import epsilon_by
 from ..utils.formatting import at_most
 from .files import PUBLIC, write
 from .plan import Outcome, Plan, weaknesses
@@ -68,9 +69,9 @@ def make_card(
     """The card of a run. group: the column of persons; evaluated: "", "split" (rows of DATA) or "file"; labels: ""
     (none), "data" (read off it) or "given"; units: records (persons) that were trained on; replaced: layers that mixed
     samples; more: of the card."""
-    made, unit = outcome.steps + outcome.lost_steps, "person" if group else "record"
-    history = [(plan.noise_multiplier, plan.sample_rate, made)] if made else []
-    epsilon, guaranteed = plan.epsilon(made), plan.seed is None and plan.accountant != "gdp"
+    history, unit = outcome.history, "person" if group else "record"
+    epsilon = epsilon_by(list(history), plan.delta, plan.accountant)
+    guaranteed = plan.seed is None and plan.accountant != "gdp"
     neighbours = (
         f"one person (all records of one value of {group!r}, at most {plan.max_records_per_group} of them in a step) "
         "added or removed" if group else "one record added or removed"

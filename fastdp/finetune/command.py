@@ -25,7 +25,7 @@ from . import preflight
 from .card import make_card
 from .files import NO_CHARACTER, write
 from .folder import begin_folder, check_out, is_begun, times
-from .models import RELOAD, quiet
+from .models import RELOAD
 from .outputs import of_weights, write_outputs
 from .plan import Outcome
 from .prepare import Prepared, prepare, settle
@@ -40,7 +40,7 @@ def main(options: Namespace) -> int:
             stream.reconfigure(errors=NO_CHARACTER)  # type: ignore[union-attr]
     begun = f"What was saved in {options.out} is untouched." if options.resume else ""
     try:
-        with warnings.catch_warnings():
+        with _warnings_said():
             return _main(options)
     except FastDPError as problem:
         said: object = problem
@@ -115,8 +115,7 @@ def train(ready: Prepared) -> int:
     options, plan = ready.job.options, ready.job.plan
     begin_folder(options)
     print("\ntraining", flush=True)
-    with _warnings_said(), quiet():
-        outcome, rows = run(ready.job, options.resume)
+    outcome, rows = run(ready.job, options.resume)
     spent = at_most(plan.epsilon(outcome.steps + outcome.lost_steps), 6)
     if outcome.status == "interrupted":
         print(f"\nInterrupted after step {outcome.steps} of {plan.steps}, all of it saved; epsilon {spent} spent.\n"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import importlib.util
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..utils.formatting import listed
-from .models import first_line, quiet
+from .models import first_line
 from .plan import FinetuneError
-from .records import Data, Record, check, fraction_of, label_names, split, usable
+from .records import Data, Record, check, fraction_of, label_names, numbered, split, usable
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "dev", "eval"}
 _KEPT = 1 << 30  # bytes of decoded images
@@ -29,10 +31,10 @@ def load_images(options: Namespace, known: Mapping[str, int] | None = None) -> D
     rows, said = _rows(options.data, options)
     data = Data([], [], columns={"text": "its file", "label": "its folder"}, said=said)
     data.names, data.public = label_names([[row["label"]] for row in rows], options, known)
-    data.train, data.held_out = split(_numbered(rows, data.names), fraction_of(options))
+    data.train, data.held_out = split(numbered(rows, data, options.data, options), fraction_of(options))
     if options.eval is not None:
         rows, said = _rows(options.eval, options)
-        data.held_out, data.said = _numbered(rows, data.names), data.said + said
+        data.held_out, data.said = numbered(rows, data, options.eval, options), data.said + said
     check(data, options)
     return data
 
@@ -41,6 +43,8 @@ def _rows(folder: Path, options: Namespace) -> tuple[list[Record], list[str]]:
     """(images with the names of their folders, what was left out). Raises FinetuneError."""
     from datasets import Image, load_dataset
 
+    if importlib.util.find_spec("PIL") is None:
+        raise FinetuneError("--task images needs Pillow: pip install pillow")
     if not folder.is_dir():
         raise FinetuneError(f"--task images reads a folder that has a folder for each class, and {folder} is a file")
     classes = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
@@ -50,13 +54,11 @@ def _rows(folder: Path, options: Namespace) -> tuple[list[Record], list[str]]:
             f"{folder / classes[0]} --eval {folder / classes[-1]}"
         )
     try:
-        with quiet():
+        with tempfile.TemporaryDirectory() as cache:  # which is deleted: the records are private
             table = load_dataset(
                 "imagefolder", data_files=f"{glob.escape(str(folder))}/*/**", split="train", drop_labels=False,
-                drop_metadata=True, keep_in_memory=True,
+                drop_metadata=True, keep_in_memory=True, cache_dir=cache,
             )  # fmt: skip
-    except ImportError:
-        raise FinetuneError("--task images needs Pillow: pip install pillow") from None
     except Exception as problem:  # noqa: BLE001 - datasets raises errors of many kinds
         raise FinetuneError(f"the folders of {folder} hold no images: {first_line(problem)}") from None
     return usable(table.cast_column("image", Image(decode=False))["image"], _decoded, folder, options)
@@ -67,7 +69,7 @@ def _decoded(image: Mapping[str, Any]) -> Record:
     try:
         pixels(path)
         return {"path": str(path), "text": hashlib.sha256(path.read_bytes()).hexdigest(), "label": path.parent.name}
-    except (OSError, ValueError, SyntaxError) as problem:  # Pillow has many words for a damaged file
+    except Exception as problem:  # noqa: BLE001 - Pillow has many errors for a damaged file
         raise ValueError(f"{path.parent.name}/{path.name}: {first_line(problem)}") from None
 
 
@@ -79,13 +81,6 @@ def pixels(path: Path) -> Any:
     if found.mode in ("I", "F") or found.mode.startswith("I;"):  # Pillow would cut them at 255
         raise ValueError(f"its pixels have more than 8 bits (mode {found.mode}): convert it to 8")
     return found.convert("RGB")
-
-
-def _numbered(rows: list[Record], names: list[str]) -> list[Record]:
-    other = [row for row in rows if row["label"] not in names]
-    if other:
-        raise FinetuneError(f"{other[0]['path']}: the label {other[0]['label']!r} is none of {listed(names, 5)}")
-    return [row | {"label": names.index(row["label"])} for row in rows]
 
 
 class Images:
@@ -101,9 +96,8 @@ class Images:
     def __getitem__(self, i: int) -> dict[str, Any]:
         found = self.kept.get(i)
         if found is None:
-            with quiet():
-                image = pixels(Path(self.records[i]["path"]))
-                found = self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
+            image = pixels(Path(self.records[i]["path"]))
+            found = self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
             if len(self.kept) * found.numel() * found.element_size() < _KEPT:
                 self.kept[i] = found
         return {"pixel_values": found, "labels": self.records[i]["label"]}

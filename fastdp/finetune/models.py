@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +36,15 @@ def transformers() -> Any:
     return found
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the libraries' own bars and advice: what matters of it is said in our words."""
+def silence() -> None:
+    """Turn the libraries' own bars, advice and statistics of use off: what matters of it is said in our words."""
     import datasets
 
-    library, hub = transformers().logging, logging.getLogger("huggingface_hub")
-    level, hub_level, bars = library.get_verbosity(), hub.level, library.is_progress_bar_enabled()
-    library.set_verbosity_error()
-    library.disable_progress_bar()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    transformers().logging.set_verbosity_error()
+    transformers().logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    hub.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        library.set_verbosity(level)
-        if bars:
-            library.enable_progress_bar()
-        hub.setLevel(hub_level)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _source(name: str) -> dict[str, str]:
@@ -79,8 +66,7 @@ def read(what: str, name: str, kind: Any, **more: Any) -> Any:
 
     source = _source(name)
     try:
-        with quiet():
-            return kind.from_pretrained(**source, **more)
+        return kind.from_pretrained(**source, **more)
     except (ImportError, OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, SafetensorError) as problem:
         if "Unrecognized configuration class" in str(problem) and kind.__name__ in _MEANT:
             raise FinetuneError(
@@ -199,8 +185,7 @@ def _with_adapters(model: nn.Module, new: set[str], options: Namespace) -> tuple
 
     def adapted(target: Any) -> Any:
         how = dict(task_type=kind, r=options.lora, lora_alpha=alpha, target_modules=target, modules_to_save=head)
-        with quiet():
-            return peft.get_peft_model(model, peft.LoraConfig(**how))
+        return peft.get_peft_model(model, peft.LoraConfig(**how))
 
     try:
         made = adapted("all-linear" if target == ["all-linear"] else target)

@@ -14,7 +14,6 @@ from ..calibration import reliability_diagram
 from ..utils.formatting import size
 from .card import write_card
 from .files import PRIVATE, disk_problems, new_folder, write
-from .models import quiet
 from .plan import Job
 from .tasks import headline
 
@@ -29,7 +28,7 @@ def write_outputs(job: Job, tokenizer: Any, card: dict[str, Any], files: Mapping
     out, model = job.options.out, job.model
     owner: Any = model
     with disk_problems(out, AGAIN):
-        with new_folder(out / "model") as folder, quiet():
+        with new_folder(out / "model") as folder:
             owner.save_pretrained(str(folder))
             tokenizer.save_pretrained(str(folder))
         paths = sorted(path for path in (out / "model").rglob("*") if path.is_file())

@@ -97,12 +97,17 @@ class Job:
 @dataclasses.dataclass
 class Outcome:
     """How a run ended: "finished", "interrupted" (saved, and can be resumed), or "budget" (no further step fits, as
-    steps lost in a crash took part of it). lost_steps did not lead to the weights, but are in epsilon."""
+    steps lost in a crash took part). history: (noise multiplier, sample rate, steps) as the optimizer's ledger has
+    them; those that did not lead to the weights are lost, but cost as much as the others."""
 
     status: Literal["finished", "interrupted", "budget"]
     steps: int
-    lost_steps: int = 0
+    history: list[tuple[float, float, int]]
     nonfinite: int = 0
+
+    @property
+    def lost_steps(self) -> int:
+        return sum(run[2] for run in self.history) - self.steps
 
 
 def make_plan(options: Namespace, units: int) -> Plan:

@@ -99,7 +99,7 @@ def disk_needed(model: nn.Module, adapters: bool) -> int:
 
 LIMITS = {
     "memory": "as many as fit",
-    "speed": "more at once would not be faster",
+    "speed": "more at once would hardly be faster",
     "batch": "the whole of any likely batch",
     "given": "as given",
 }

@@ -29,6 +29,7 @@ from .models import (
     load_tokenizer,
     new_parameters,
     read,
+    silence,
     transformers,
 )
 from .options import BETA, PER_PERSON
@@ -62,6 +63,7 @@ class Prepared:
 
 def prepare(options: Namespace) -> Prepared:
     """Read, check and measure everything, change nothing on the disk."""
+    silence()
     device, pictures = _device(options.device), options.task == "images"
     # the first weights of a new head are no secret, and must be the same again when a killed run is taken up
     torch.manual_seed(options.seed or 0)
@@ -129,34 +131,38 @@ def _encoded(options: Namespace, data: Data, model: nn.Module, tokenizer: Any, d
 
 def settle(options: Namespace) -> None:
     """Options that would have no effect are refused before anything is loaded. Raises FinetuneError."""
-    if options.max_records_per_group is not None and options.group_by is None:
-        raise FinetuneError("--max-records-per-group goes with --group-by COLUMN, which says whose a record is")
+    task, given = options.task, {name for name, value in vars(options).items() if value not in (None, False)}
+    only = {"label_range": "regression", "target_column": "seq2seq", "prompt_column": "preference",
+            "chosen_column": "preference", "rejected_column": "preference", "fused_loss": "lm"}  # fmt: skip
+    other = {("lm", "label_column"): "leave it out", ("seq2seq", "label_column"): "give --target-column",
+             ("preference", "label_column"): "give --chosen-column", ("seq2seq", "graphed"): "leave it out",
+             ("preference", "text_column"): "give --prompt-column",
+             ("preference", "graphed"): "leave it out"}  # fmt: skip
+    problems = [
+        ("max_records_per_group" in given and "group_by" not in given,
+         "--max-records-per-group goes with --group-by COLUMN, which says whose a record is"),
+        ("eval" in given and options.eval_fraction,
+         "--eval and --eval-fraction: the records held out of DATA would be neither trained on nor evaluated on. Leave "
+         "one of the two out"),
+        ("graphed" in given and given & {"group_by", "fused_loss"},
+         "--graphed goes with neither --group-by nor --fused-loss: leave one out"),
+        ("graphed" in given and started()[1] > 1,
+         "--graphed works in one process: leave it out, or start the command without torchrun"),
+        (task != "preference" and options.beta != BETA, f"--beta goes with --task preference, not with --task {task}"),
+    ]  # fmt: skip
+    problems += [(name in given and task != of, f"{_flag(name)} goes with --task {of}, not with --task {task}")
+                 for name, of in only.items()]  # fmt: skip
+    problems += [(name in given and task == of, f"{_flag(name)} does not go with --task {of}: {remedy}")
+                 for (of, name), remedy in other.items()]  # fmt: skip
+    for wrong, why in problems:
+        if wrong:
+            raise FinetuneError(why)
     if options.group_by is not None and options.max_records_per_group is None:
         options.max_records_per_group = PER_PERSON
-    if options.eval is not None and options.eval_fraction:
-        raise FinetuneError(
-            "--eval and --eval-fraction: the records held out of DATA would be neither trained on nor evaluated on. "
-            "Leave one of the two out"
-        )
-    if options.fused_loss and (options.task != "lm" or options.graphed):
-        raise FinetuneError("--fused-loss goes with --task lm, and not with --graphed")
-    if options.graphed and started()[1] > 1:
-        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
-    if options.graphed and (options.group_by or options.task in ("seq2seq", "preference")):
-        raise FinetuneError("--graphed goes with neither --group-by, --task seq2seq nor preference: leave it out")
-    only = {"label_range": "regression", "target_column": "seq2seq", "prompt_column": "preference",
-            "chosen_column": "preference", "rejected_column": "preference"}  # fmt: skip
-    for name, task in only.items():
-        if getattr(options, name) is not None and options.task != task:
-            raise FinetuneError(f"--{name.replace('_', '-')} goes with --task {task}, not with --task {options.task}")
-    if options.task != "preference" and options.beta != BETA:
-        raise FinetuneError(f"--beta goes with --task preference, not with --task {options.task}")
-    instead = {("seq2seq", "label_column"): "give --target-column", ("lm", "label_column"): "leave it out",
-               ("preference", "label_column"): "give --chosen-column",
-               ("preference", "text_column"): "give --prompt-column"}  # fmt: skip
-    for (task, name), remedy in instead.items():
-        if options.task == task and getattr(options, name) is not None:
-            raise FinetuneError(f"--{name.replace('_', '-')} does not go with --task {task}: {remedy}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:

@@ -60,7 +60,7 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
         data.names, data.public = columns["label"], True
     elif TASKS[options.task].names:
         data.names, data.public = label_names([_names(row["label"], options.task) for row in rows], options, known)
-    found = _numbered(rows, data, options.data, options)
+    found = numbered(rows, data, options.data, options)
     data.train, data.held_out = split(found, fraction_of(options))
     if options.eval is not None:
         other = read_table(options.eval, options, options.eval.suffix == options.data.suffix)
@@ -69,7 +69,7 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
             raise FinetuneError(f"{options.eval} has no column {missing[0]!r}. It has: {listed(other.column_names)}")
         rows, said = usable(other, lambda row: record_of(row, columns, options), options.eval, options)
         data.said += said
-        data.held_out = _numbered(rows, data, options.eval, options)
+        data.held_out = numbered(rows, data, options.eval, options)
     check(data, options)
     return data
 
@@ -94,7 +94,7 @@ def usable(rows: Iterable[Any], make: Any, path: Path, options: Namespace) -> tu
     return good, [f"{said} and are left out:\n{text}"]
 
 
-def _numbered(rows: list[Record], data: Data, path: Path, options: Namespace) -> list[Record]:
+def numbered(rows: list[Record], data: Data, path: Path, options: Namespace) -> list[Record]:
     """The records with numbers in place of the names of their labels."""
     if data.names is None:
         return rows

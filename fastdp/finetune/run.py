@@ -6,6 +6,7 @@ clock. That nothing spent is ever lost, and that a killed run is resumed exactly
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
@@ -15,6 +16,8 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,7 +49,7 @@ def run(job: Job, resume: bool) -> tuple[Outcome, list[dict[str, Any]]]:
     mask = os.umask(0o077)  # checkpoints hold metrics and counts
     try:
         trainer = Trainer(job)
-        with trainer.stop, warnings.catch_warnings():
+        with trainer.stoppable(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="noise_seed")
             trainer.train(resume_from_checkpoint=resume or None)
         outcome = trainer.outcome()
@@ -73,7 +76,7 @@ class Trainer(DPTrainer):
 
     def __init__(self, job: Job) -> None:
         options, plan, out = job.options, job.plan, job.options.out
-        self.job, self.stop, self.nonfinite = job, Stop(), 0
+        self.job, self.asked, self.nonfinite = job, False, 0
         self.epsilon_of = functools.cache(plan.epsilon)
         arguments = transformers.TrainingArguments(
             output_dir=str(out / "checkpoints"), max_steps=plan.steps, learning_rate=plan.lr,
@@ -130,6 +133,23 @@ class Trainer(DPTrainer):
             super()._plan(max_steps)
         except AccountingError:
             self.state.max_steps = self.state.global_step
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """SIGINT and SIGTERM ask for an end after the current step; the second time they end it at once."""
+
+        def ask(number: int, frame: Any) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        here = threading.current_thread() is threading.main_thread()
+        former = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
     # ------------------------------------------------------------------ between steps
 
@@ -200,12 +220,15 @@ class Trainer(DPTrainer):
 
     def outcome(self) -> Outcome:
         """How the run ended."""
-        steps = self.state.global_step
-        if self.stop.asked and steps < self.state.max_steps:
-            return Outcome("interrupted", steps, self.made() - steps, self.nonfinite)
-        self.evaluate_now()
+        steps, made = self.state.global_step, Counter[Any]()
+        for noise, rate, count, *_ in self.history:
+            made[noise, rate] += count
         status: Any = "finished" if steps >= self.job.plan.steps else "budget"
-        return Outcome(status, steps, self.made() - steps, self.nonfinite)
+        if self.asked and steps < self.state.max_steps:
+            status = "interrupted"
+        else:
+            self.evaluate_now()
+        return Outcome(status, steps, [(*run, count) for run, count in made.items()], self.nonfinite)
 
 
 class Between(transformers.TrainerCallback):
@@ -223,10 +246,10 @@ class Between(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         clock = trainer.job.options.checkpoint_every is None and time.monotonic() - self.saved > 60 * MINUTES
-        asked = world_of().everywhere("what follows a step", (trainer.stop.asked, clock))
+        asked = world_of().everywhere("what follows a step", (trainer.asked, clock))
         control.should_save = control.should_save or any(stop or due for stop, due in asked)
         if any(stop for stop, _ in asked):
-            control.should_training_stop = trainer.stop.asked = True
+            control.should_training_stop = trainer.asked = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -237,7 +260,7 @@ class Between(transformers.TrainerCallback):
         epoch = max(1, round(1 / trainer.job.plan.sample_rate))
         if state.global_step % epoch == 0 and state.global_step < state.max_steps:
             trainer.evaluate_now()
-        if trainer.stop.asked and world_of().size == 1:  # since the step's end
+        if trainer.asked and world_of().size == 1:  # since the step's end
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -254,26 +277,3 @@ def _board(out: Any) -> list[Any]:
     except ImportError:
         return []
     return [TensorBoardCallback(SummaryWriter(str(out / "tensorboard")))]
-
-
-class Stop:
-    """SIGINT and SIGTERM ask for an end after the current step; the second time they end it at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.former: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.former[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        for number, former in self.former.items():
-            signal.signal(number, former)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True

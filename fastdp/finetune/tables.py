@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.formatting import listed, nearest
-from .models import quiet
 from .options import FORMATS
 from .plan import FinetuneError
 from .tasks import TASKS, one_answer
@@ -76,7 +75,7 @@ def _built(path: Path, kind: str, encoding: str) -> Any:
     from datasets import load_dataset
 
     how = {} if kind == "parquet" else {"encoding": encoding}
-    with quiet(), tempfile.TemporaryDirectory() as cache:  # which is deleted: the records are private
+    with tempfile.TemporaryDirectory() as cache:  # which is deleted: the records are private
         table = load_dataset(
             _BUILDERS[kind], data_files=glob.escape(str(path)), split="train", cache_dir=cache, keep_in_memory=True,
             **how,

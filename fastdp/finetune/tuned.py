@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..accounting import History
-from ..utils.formatting import nearest
 from .options import add_options
 from .plan import FinetuneError
 from .prepare import prepare
@@ -66,10 +65,6 @@ class _Parser(argparse.ArgumentParser):
 def _parsed(words: list[str]) -> Namespace:
     parser = _Parser(add_help=False)
     add_options(parser)
-    known = list(parser._option_string_actions)
-    for name in (word.split("=")[0] for word in words if word.startswith("--")):
-        if not any(option.startswith(name) for option in known):
-            parser.error(f"finetune has no option {name}{nearest(name, known)}")
     return parser.parse_args(words)
 
 

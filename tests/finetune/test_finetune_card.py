@@ -42,8 +42,10 @@ PLAN = dict(
 
 def card(steps=20, lost=0, status="finished", group=None, evaluated="split", labels="data", adapters=False, units=None,
          **plan):  # fmt: skip
+    plan = Plan(**{**PLAN, **plan})
+    history = [(plan.noise_multiplier, plan.sample_rate, steps + lost)] if steps else []
     return make_card(
-        model="m", task="classify", plan=Plan(**{**PLAN, **plan}), outcome=Outcome(status, steps, lost),
+        model="m", task="classify", plan=plan, outcome=Outcome(status, steps, history),
         trained="1 of 1 parameters", group=group, evaluated=evaluated, labels=labels, adapters=adapters, units=units,
     )  # fmt: skip
 

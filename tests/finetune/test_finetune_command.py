@@ -127,12 +127,17 @@ def test_lora(model, data, out, capsys):
     assert any("lora_B" in name and p.abs().sum() > 0 for name, p in found.named_parameters())
 
 
-def test_persons(tmp_path, model, out, capsys):
+def test_persons(tmp_path, model, out, capsys, monkeypatch):
+    from fastdp.finetune.run import Trainer
+
+    kept, made = [], Trainer.outcome
+    monkeypatch.setattr(Trainer, "outcome", lambda self: kept.append(self._source.loader) or made(self))
     data = reviews(tmp_path / "people.csv", 60, people=20)
     words = (model, data, *CLASSIFY, "--eval-fraction", 0, "--group-by", "user", *QUICK)
     assert command(*words, "--out", out, "--max-records-per-group", 2) == 0
     assert "20 persons by 'user'" in capsys.readouterr().out
-    card = card_of(out)
+    card, sampler = card_of(out), kept[0].sampler
+    assert sampler.size == 20 and sampler.grouping.cap == 2  # persons are drawn, not records
     assert card["unit"] == "person" and "at most 2" in card["neighbours"] and card["sample_rate"] == 8 / 20
     said = refused(capsys, *words, "--out", tmp_path / "other", "--max-physical-batch-size", 2)
     assert "give --max-records-per-group 2 or fewer" in said

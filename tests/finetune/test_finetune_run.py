@@ -74,7 +74,8 @@ def test_killed_and_resumed_it_is_the_run_that_would_have_been(tmp_path, words, 
     assert command(*words, "--resume") == 0
     assert torch.equal(weights(out), weights(tmp_path / "whole"))
     card = card_of(out)
-    assert card["lost_steps"] == 0 and card["steps"] == steps == sum(n for _, _, n in card["history"])
+    assert card["lost_steps"] == 0 and card["steps"] == steps
+    assert card["history"] == [[card["noise_multiplier"], card["sample_rate"], steps]]  # the ledger's, and the plan's
     assert journal.read_text().count('"digest"') == steps
     # the log is part of the checkpoints: every step has one row, whichever process made it
     assert (out / "metrics.csv").read_text() == (tmp_path / "whole" / "metrics.csv").read_text()
@@ -113,6 +114,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on_and_what_has_changed(tmp_path, words
     assert "another data (training records), tokens" in said and "is untouched" in said
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     words[1].write_text(text)
+    kept = (out / "options.json").read_text()
+    (out / "options.json").unlink()
+    assert "another plan" in refused(capsys, *words, "--resume", "--new-lr", 0.3)  # the journal knows it, too
+    (out / "options.json").write_text(kept)
     assert command(*words, "--resume", "--max-physical-batch-size", 2) == 0  # it changes nothing that counts
     card = card_of(out)
     assert card["steps"] == 5 and card["lost_steps"] == 0 and card["history"][0][2] == 5 and card["epsilon"] <= 8
@@ -221,7 +226,6 @@ def test_it_leaves_nothing_behind(job):
 
 
 def test_the_size_stays_within_memory_and_any_likely_batch(job, monkeypatch):
-    monkeypatch.setattr(batch_size, "FASTER", float("inf"))  # a larger batch is always worth it
     sizes, made = [], type(job).batch
     monkeypatch.setattr(type(job), "batch", lambda self, places: sizes.append(len(places)) or made(self, places))
     assert batch_size.fit(job).limit == "batch" and max(sizes) == batch_size.largest_batch(job) == 25
@@ -239,7 +243,6 @@ def test_on_a_device_memory_decides(job, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return made(self, places)
 
-    monkeypatch.setattr(batch_size, "FASTER", float("inf"))
     monkeypatch.setattr(type(job), "batch", batch)
     found = batch_size.fit(job)
     assert (found.size, found.limit) == (8, "memory")

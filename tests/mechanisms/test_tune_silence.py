@@ -21,12 +21,10 @@ HISTORY = "[(1.0, 0.1, 10)]"
 SETTINGS = [{"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 10}]
 BUFFERS = """
 import ctypes, sys
-held = open(1, "w", buffering=1000, closefd=False)
 
 def train(setting, folder):
     print("SECRET by another name", file=sys.__stdout__)
     sys.__stderr__.write("SECRET part of a line")
-    held.write("SECRET in a file of its own")
     ctypes.CDLL(None).printf(b"SECRET of C")
     return 1.0, [(1.0, 0.1, 10)]
 """
