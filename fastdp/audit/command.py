@@ -15,7 +15,7 @@ from ..utils.formatting import listed, nearest
 from ..utils.progress_bar import Bar
 from .ranks import OverRanks, begin_world
 from .report import Report
-from .runner import STATISTICS, TESTS, audit, of_statistics
+from .runner import STATISTICS, audit
 from .trainable import AuditError
 
 
@@ -51,8 +51,6 @@ def main(options: Namespace) -> int:
 
 def _audited(options: Namespace) -> Report | None:
     """The report; None on all but the first of several processes."""
-    known = list(of_statistics(options.statistics))
-    tests, skip = (_tests(text, known) for text in (options.tests, options.skip))
     if not options.step:
         raise AuditError("say what to audit: FILE.py:NAME (see --help)")
     for path in (options.plots, options.json and options.json.parent):
@@ -65,7 +63,7 @@ def _audited(options: Namespace) -> Report | None:
         return None
     bar = Bar(1.0)
     try:
-        report = audit(trainable, tests if options.tests else None, skip=skip, seed=options.seed,
+        report = audit(trainable, _names(options.tests) or None, skip=_names(options.skip), seed=options.seed,
                        progress=lambda name, number, of: bar.at(number / of, name),
                        statistics=options.statistics)  # fmt: skip
     finally:
@@ -87,14 +85,8 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def _tests(text: str | None, known: list[str]) -> list[str]:
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            other = name in STATISTICS["both"]
-            hint = f" of these statistics: --statistics {'fastdp' if name in TESTS else 'paper'}" if other else ""
-            raise AuditError(f"there is no test {name!r}{hint or nearest(name, known)} (--list names them)")
-    return names
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def load(where: str) -> Any:

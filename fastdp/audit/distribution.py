@@ -54,23 +54,14 @@ def _few_steps(probe: Probe, result: Result, noise: Array, significance: float) 
     silent = np.asarray((np.abs(noise) <= least).all(0) & (least < 0.05 * std + 1e-300))
     if not np.any(np.abs(noise) > least):
         return result.bug(f"At sigma = {sigma:.3g} no parameter gets any noise: is noise_multiplier handed on?", 0.0)
-    blocks = _blocks(probe)
     if silent.mean() > 0.5 / max(silent.size, 50) and silent.sum() >= max(1, 1e-3 * silent.size):
-        names = [name for name, where in blocks if silent[where].all() and silent[where].size]
+        names = [name for name, where in _blocks(probe) if silent[where].all() and silent[where].size]
         which = f" ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})" if names else ""
         return result.bug(
             f"{int(silent.sum())} of {silent.size} trained parameters get no noise{which}. Whatever the data did to "
             "them is released as it is; and if nothing did, they are not trained though they are listed.",
             float(silent.mean()), None, 0.0,
         )  # fmt: skip
-    for name, where in blocks:
-        low, high = scale_interval(noise[:, where], 1 - significance / len(blocks))
-        if low > 1.05 * std or high < 0.95 * std:
-            return result.bug(
-                f"The noise is not alike on all parameters: on {name} its standard deviation is "
-                f"{deviation(noise[:, where]) / std:.3g} times that of all. It must be sigma * C on every coordinate "
-                "of the sum."
-            )
     margin = 0.02 if probe.optimizer == "sgd" else 0.05
     return _off(probe, result, noise, sigma * result.data["norm"] / probe.divisor(8), 1 - significance, margin)
 
@@ -98,9 +89,8 @@ def _many_steps(probe: Probe, result: Result, noise: Array) -> Finding:
             f"The noise is not sigma * C everywhere: {wrong}. Look for a sigma that is rounded or bounded, and for "
             "noise that follows the samples' gradients instead of C.", ratio,
         )  # fmt: skip
-    bent = probe.optimizer == "adam" and ratio is None  # how much Adam's step bends with the noise is not known
-    fine = z if probe.precision < 1e-4 and not bent else noise / result.data["std"]
-    odd = worst(shape(np.random.default_rng(0).permutation(fine.ravel())[: MOST if bent else None]))
+    fine = z if probe.precision < 1e-4 else noise / result.data["std"]  # 16 bits: of single steps, which are louder
+    odd = worst(shape(fine))
     if odd.p_value < LEVEL:
         return result.bug(
             f"The noise is not normal (p = {odd.p_value:.1e}): {odd.what}. Which distribution, and which generator, "

@@ -18,7 +18,7 @@ from .later_steps import memory, moves, without_memory
 from .measure import NORMS, Probe
 from .reference_samples import taken_or_not
 from .statistics import deviation
-from .trainable import Array, Batch, Lacking, pick
+from .trainable import Array, Batch, Lacking, optional, pick
 
 FRESH = "needs a step with noise that leaves the parameters finite"
 VALUES = 130_000  # draws of noise: Irwin and Hall's sum of twelve is then seven standard errors away
@@ -116,8 +116,7 @@ def _straightened(probe: Probe, change: Array) -> Array:
 
     RMSprop's is bent less, u = rate * g / (a |g| + eps): what a huge gradient does tells a.
     """
-    if probe.learning_rate is None:
-        return change
+    rate = optional(probe.trainable, "learning_rate", "for noise that Adam bends")
     farthest = float(np.abs(probe.change([probe.strong], max(NORMS)) - probe.drift).max())
-    farthest = farthest if np.isfinite(farthest) and farthest > 0.5 * probe.learning_rate else probe.learning_rate
+    farthest = farthest if np.isfinite(farthest) and farthest > 0.5 * rate else rate
     return change / np.maximum(1 - np.abs(change) / farthest, 1e-3)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..utils.formatting import nearest
 from .accountant import accountant, empty_batch
 from .accumulation import noise_once
 from .batch_independence import per_sample_independence
@@ -84,12 +85,14 @@ def audit(
         AuditError: if nothing can be measured: weights differ for equal seeds, run() returns something wrong, or a step
             changes nothing.
     """
-    known = of_statistics(statistics)
+    if statistics not in STATISTICS:
+        raise AuditError(f"statistics must be one of {', '.join(STATISTICS)}, not {statistics!r}")
+    known = STATISTICS[statistics]
     chosen = list(tests) if tests is not None else list(known)
     for name in (*chosen, *skip, *(options or {})):
         if name not in known:
-            where = f" of statistics={statistics!r}" if name in STATISTICS["both"] else ""
-            raise AuditError(f"there is no test {name!r}{where}: {', '.join(known)}")
+            where = f" of statistics={statistics!r}" if name in STATISTICS["both"] else nearest(name, list(known))
+            raise AuditError(f"there is no test {name!r}{where} (there are {', '.join(known)})")
     chosen = [name for name in chosen if name not in set(skip)]
     probe = Probe(trainable, seed)
     report = Report(subject=type(trainable).__name__, seed=seed)
@@ -103,13 +106,6 @@ def audit(
             progress(name, number, len(chosen))
         report.findings.append(_one(name, probe, **(options or {}).get(name, {})))
     return report
-
-
-def of_statistics(statistics: str) -> dict[str, Test]:
-    """The tests of "fastdp", "paper" or "both". Raises AuditError for another word."""
-    if statistics not in STATISTICS:
-        raise AuditError(f"statistics must be one of {', '.join(STATISTICS)}, not {statistics!r}")
-    return STATISTICS[statistics]
 
 
 def _can_be_measured(probe: Probe) -> str:

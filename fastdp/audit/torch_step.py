@@ -33,10 +33,9 @@ class TorchTrainable:
         make_batch: (seed, size) -> (x, y), arrays or tensors of ordinary data.
         train: in place of make_optimizer, the script's loop: (model, batches of tensors, *, clipping_norm,
             noise_multiplier, seed) -> anything; it trains the model in place.
-        train_parts: the same, with a list of physical batches for each batch. `run_parts` exists only with it, or with
-            an optimizer and `accumulate`.
-        accumulate: (optimizer, loss_value, last: bool) -> None: what the script does with each physical batch.
-            loss_kind, optimizer, learning_rate, adam_eps, expected_batch_size, sample_rate: see `Trainable`.
+        accumulate: (optimizer, loss_value, last: bool) -> None: what the script does with each physical batch; it makes
+            `run_parts`.
+        loss_kind, optimizer, learning_rate, adam_eps, expected_batch_size, sample_rate: see `Trainable`.
         retune: (model, optimizer, *, clipping_norm, noise_multiplier, expected_batch_size, seed) -> the optimizer for
             the next steps, with its state kept (or None, if it was changed in place). fastdp's and Opacus's optimizers
             need none, nor does a loop of SGD.
@@ -54,7 +53,6 @@ class TorchTrainable:
         *,
         make_batch: Callable[[int, int], tuple[Any, Any]],
         train: Callable[..., Any] | None = None,
-        train_parts: Callable[..., Any] | None = None,
         accumulate: Callable[..., Any] | None = None,
         loss_kind: str | None = None,
         optimizer: str = "sgd",
@@ -73,7 +71,7 @@ class TorchTrainable:
         if loss is None:
             raise AuditError("give loss=: (outputs, labels) -> scalar")
         self.make_model, self.make_optimizer, self.loss, self.train = make_model, make_optimizer, loss, train
-        self.train_parts, self.accumulate, self.made_batch = train_parts, accumulate, make_batch
+        self.accumulate, self.made_batch = accumulate, make_batch
         self.loss_kind, self.optimizer, self.learning_rate = loss_kind, optimizer, learning_rate
         self.adam_eps, self.expected_batch_size, self.sample_rate = adam_eps, expected_batch_size, sample_rate
         self.dropout, self.seeded, self.sample = dropout, seeded, sample
@@ -81,7 +79,7 @@ class TorchTrainable:
         self._history, self._given_retune, self._share = history, retune, (0, 1)
         # absent where the script gives nothing for them: a test that needs one then says so
         self.history = None if history is None else self._counted
-        self.run_parts = None if train_parts is None and accumulate is None else self._run_parts
+        self.run_parts = None if accumulate is None or train is not None else self._run_parts
         keeps_nothing = train is not None and optimizer == "adam"  # a loop makes its optimizer anew in each run
         self.retune = None if keeps_nothing and retune is None else self._retune
 
@@ -167,15 +165,16 @@ class TorchTrainable:
     def _train(self, model: Job, ready: Sequence[Any], size: int, clipping_norm: float, noise_multiplier: float,
                seed: int, parts: bool = False) -> None:  # fmt: skip
         """ready: batches as tensors; with parts, lists of physical ones."""
-        loop = self.train_parts if parts else self.train
         if self.seeded:
             torch.manual_seed(seed)
             np.random.seed(seed % 2**32)
             random.seed(seed)
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # of hooks, of seeds: the audit runs a step hundreds of times
-            if loop is not None:
-                loop(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
+            if self.train is not None:
+                self.train(
+                    model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed
+                )
                 return
             self._optimizer(model, size, clipping_norm, noise_multiplier, seed)
             for batch in ready:

@@ -43,7 +43,7 @@ class Trainable(Protocol):
     predict(model, x) -> [size, K]     outputs of the model as its loss sees them, for samples of zero gradient
     loss_kind                          "cross_entropy" (predict returns logits; labels int [B], or soft [B, K]) or "mse"
     optimizer                          "sgd" (default) or "adam"
-    learning_rate                      for comparisons with C itself, and not only with other runs
+    learning_rate                      for comparisons with C itself, and not only with other runs; Adam needs it
     adam_eps                           Adam's eps, default 1e-8: far below it, a step of Adam is linear in the gradient
     expected_batch_size                the divisor of the sum; 1: a sum; None (default): the size of the given batch
                                        (all batches of a run have one size, except empty ones)
@@ -52,8 +52,8 @@ class Trainable(Protocol):
                                        like run, but each logical batch is a list of physical batches (accumulated
                                        micro-batches, or the shares of workers)
     trajectory(model, batches, *, clipping_norm, noise_multiplier, seed) -> [steps, P], or None
-                                       like run, with the parameters after every step; without it, the audit makes one
-                                       run per step, on one model
+                                       like run, with the parameters after every step; without it, later steps of a
+                                       run are not looked at one by one
     loss_of(model, batch) -> float     the script's loss, for the paper's change in loss; else of predict and loss_kind
     retune(model, *, clipping_norm, noise_multiplier, batch_size, seed)
                                        from the next step on, the model trains with these, and its optimizer keeps its

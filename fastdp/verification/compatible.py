@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from ..errors import ParameterError
 
 MOST_GROUPS = 32
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_OBSERVERS = frozenset(("ObserverBase", "FakeQuantizeBase"))  # of torch.ao.quantization, whose import is slow
 
 
 class Change(NamedTuple):
@@ -175,23 +173,7 @@ def _changed(module: nn.Module) -> str:
         return _switch_off_coupling(module)
     if isinstance(module, _BatchNorm):
         return _become_group_norm(module)
-    if _OBSERVERS & {cls.__name__ for cls in type(module).__mro__}:
-        raise _Irreplaceable("quantises by the range of the whole batch: take it out, or disable its observer")
-    if _counts_batches(module):
-        raise _Irreplaceable(
-            "holds running statistics of data, and is of no class that torch knows: replace it by torch.nn.GroupNorm, "
-            "or see that it never uses or updates them in training"
-        )
     return ""
-
-
-def _counts_batches(module: nn.Module) -> bool:
-    """Running statistics that training may update; a norm frozen for good has no counter and nothing to train."""
-    held = module._buffers
-    if held.get("running_mean") is None and held.get("running_var") is None:
-        return False
-    trainable = any(p.requires_grad for p in module.parameters(recurse=False))
-    return held.get("num_batches_tracked") is not None or trainable
 
 
 def _drop_instance_statistics(norm: Any) -> str:
@@ -218,16 +200,7 @@ def _switch_off_coupling(table: Any) -> str:
 def _become_group_norm(norm: Any) -> str:
     _check_changeable(norm)
     followers = [name for name, child in norm._modules.items() if child is not None]
-    own = _module_of(type(norm).forward) != "torch"  # a forward that was written outside of torch
-    if own and _required_arguments(type(norm).forward) != 1:
-        raise _Irreplaceable("its forward takes more than the input: replace it by torch.nn.GroupNorm by hand")
-    strange = [
-        name for name in (*norm._parameters, *norm._buffers)
-        if name not in (*_STATISTICS, "weight", "bias") and not name.endswith(("_orig", "_mask", "_g", "_v", "_u"))
-    ]  # fmt: skip
-    if strange:
-        raise _Irreplaceable(f"has {', '.join(strange)} of its own: replace it by torch.nn.GroupNorm by hand")
-    if own:
+    if not type(norm).forward.__module__.startswith("torch."):  # a forward that was written outside of torch
         _try_forward(norm)
     channels = int(norm.num_features)
     if channels == 1 and isinstance(norm, nn.BatchNorm1d):
@@ -287,14 +260,3 @@ def _check_changeable(norm: nn.Module) -> None:
         )
     if "forward" in norm.__dict__:
         raise _Irreplaceable("its forward was replaced (by a hook of another library, perhaps): take that off first")
-
-
-def _module_of(function: Any) -> str:
-    return str(function.__module__).split(".")[0]
-
-
-def _required_arguments(function: Any) -> int:
-    """Positional arguments without a default, self not counted."""
-    found = list(inspect.signature(function).parameters.values())[1:]
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len([p for p in found if p.kind in kinds and p.default is p.empty])

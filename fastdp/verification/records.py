@@ -122,43 +122,35 @@ def fetched(
     total = len(source)
     if numbers is not None and len(numbers) != total:
         raise ValueError(f"group_by gives {len(numbers)} keys for {total} records")
-    whose = list(range(total)) if numbers is None else numbers
-    count = max(whose, default=-1) + 1
-    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    if isinstance(source, list | tuple) and numbers is None and total:
-        lengths = [_length(item) for item in source]
-        drawn = list(dict.fromkeys([lengths.index(max(lengths)), lengths.index(min(lengths)), *drawn]))
-    drawn = drawn[: FETCHED * samples]
-    kept, place = drawn, {number: new for new, number in enumerate(drawn)}
-    if numbers is not None:
-        kept = [record for record, number in enumerate(whose) if number in place]
-        numbers = [place[whose[record]] for record in kept]
+    whose = range(total) if numbers is None else numbers
+    drawn = torch.randperm(max(whose, default=-1) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
+    if isinstance(source, list | tuple) and numbers is None:
+        drawn = list(dict.fromkeys([*_extremes(list(map(_length, source))), *drawn]))
+    place = {number: new for new, number in enumerate(drawn[: FETCHED * samples])}
+    kept = [record for record in range(total) if whose[record] in place]
+    if numbers is None:
+        kept = list(place)
+    numbers = None if numbers is None else [place[whose[record]] for record in kept]
     if fetches_batches(source):
-        return Fetched(kept, Asks(source, collate), numbers, total)
+        return Fetched(kept, lambda records: collate(source.__getitems__(records)), numbers, total)
     return Fetched([source[record] for record in kept], collate, numbers, total)
 
 
-@dataclass(frozen=True)
-class Asks:
-    """Makes batches of records by their numbers, as the data set fetches many at once."""
-
-    dataset: Any
-    collate: Callable[[Any], Any]
-
-    def __call__(self, records: list[int]) -> Any:
-        return self.collate(self.dataset.__getitems__(records))
+def _extremes(values: list[Any]) -> list[int]:
+    """Places of the largest and of the smallest."""
+    return [values.index(max(values)), values.index(min(values))] if values else []
 
 
 def _length(item: Any) -> int:
     """How many numbers a record holds."""
-    if hasattr(item, "numel"):
-        return int(item.numel())
+    if isinstance(item, Tensor | str | bytes):
+        return item.numel() if isinstance(item, Tensor) else len(item)
     if isinstance(item, tuple | list):
         return sum(map(_length, item))
-    if hasattr(item, "values") and callable(item.values):
+    if hasattr(item, "items"):
         return sum(map(_length, item.values()))
-    size = getattr(item, "size", None)
-    return size if isinstance(size, int) else len(item) if isinstance(item, str | bytes) else 1
+    size = getattr(item, "size", 1)  # of an array
+    return size if isinstance(size, int) else 1
 
 
 def drawn_of(pool: Records, samples: int, seed: int) -> list[int]:
@@ -167,11 +159,9 @@ def drawn_of(pool: Records, samples: int, seed: int) -> list[int]:
         return list(range(pool.samples))
     random = torch.Generator().manual_seed(seed)
     order = torch.randperm(pool.samples, generator=random).tolist()
-    labels: list[int] = []
-    extremes: list[int] = []
+    labels, extremes = list[int](), list[int]()
     if isinstance(items := getattr(pool.makes, "items", None), list) and not pool.grouped and pool.rows == 1:
-        lengths = [_length(item) for item in items]
-        extremes += [lengths.index(max(lengths)), lengths.index(min(lengths))]
+        extremes += _extremes(list(map(_length, items)))
     for leaf in _leaves(pool):
         value = torch.zeros(pool.samples, dtype=torch.float64)
         rows = leaf.detach().reshape(len(leaf), -1).double().cpu().nan_to_num().sum(1)
@@ -179,7 +169,7 @@ def drawn_of(pool: Records, samples: int, seed: int) -> list[int]:
         if leaf.dim() == 1 and not leaf.is_floating_point():
             first = {float(value[sample]): sample for sample in reversed(order)}
             labels += list(first.values()) if len(first) <= max(samples // 2, 2) else []
-        extremes += [int(value.argmin()), int(value.argmax())]
+        extremes += _extremes(value.tolist())
     chosen = list(dict.fromkeys([*labels, *extremes[: samples // 2], *order]))[:samples]
     return [chosen[i] for i in torch.randperm(len(chosen), generator=random).tolist()]
 

@@ -93,9 +93,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
 def _copied(value: Any) -> Any:
@@ -106,17 +105,14 @@ def _copied(value: Any) -> Any:
 
 def _same(now: Any, value: Any, content: Any) -> bool:
     """Whether the attribute is still this value, with this content."""
-    if now is not value:
-        return False
-    if isinstance(value, Tensor):
-        return _equal(value, content)
-    if not isinstance(value, _CONTAINERS):
-        return True
-    if len(value) != len(content):
-        return False
-    if isinstance(value, dict):
-        return all(a is b and value[a] is content[b] for a, b in zip(value, content, strict=True))
-    return all(a is b for a, b in zip(value, content, strict=True))
+    if now is not value or isinstance(value, Tensor):
+        return now is value and _equal(value, content)
+    return content is None or _parts(value) == _parts(content)
+
+
+def _parts(container: Any) -> list[int]:
+    """What a container holds, as objects and not as equals."""
+    return [id(part) for part in (*container, *(container.values() if isinstance(container, dict) else ()))]
 
 
 def _refill(value: Any, content: Any) -> None:
@@ -125,7 +121,6 @@ def _refill(value: Any, content: Any) -> None:
         with torch.no_grad():
             if value.shape == content.shape and not _equal(value, content):
                 value.copy_(content)
-    elif isinstance(value, _CONTAINERS):
-        kept = copy.copy(content)
+    elif content is not None:
         value.clear()
-        value.extend(kept) if isinstance(value, list | deque) else value.update(kept)
+        value.extend(content) if isinstance(value, list | deque) else value.update(content)

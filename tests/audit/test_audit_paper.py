@@ -206,5 +206,8 @@ def test_the_command_chooses_statistics(capsys: pytest.CaptureFixture[str]) -> N
     assert run("--statistics", "both", "--tests", "no_clipping,paper_no_clipping") == 0
     out = capsys.readouterr().out
     assert "no bug found by 2 tests" in out and "first three tests" in out and "paper's three tests" in out
-    assert run("--tests", "paper_no_clipping") == 2 and "--statistics paper" in capsys.readouterr().err
+    assert (
+        run("--tests", "paper_no_clipping") == 2
+        and "no test 'paper_no_clipping' of statistics='fastdp'" in capsys.readouterr().err
+    )
     assert run("--list") == 0 and "paper_noise_distribution" in capsys.readouterr().out

@@ -148,18 +148,6 @@ def test_a_logical_batch_of_several_physical_ones_is_one():
     assert a.pre_activations == pytest.approx(b.pre_activations, rel=1e-5)
 
 
-def test_backwards_without_a_loader_add_up():
-    model, (x, y) = network().eval(), data(10)
-    each = torch.cat(list(alone(model, x, y).values()), 1)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=2.0, expected_batch_size=10)
-    watch = GradientDiagnostics(optimizer)
-    for part in (slice(0, 4), slice(4, 10)):
-        F.cross_entropy(model(x[part]), y[part]).backward()
-    sums = [each.sum(0), ((2.0 / each.norm(dim=1)).clamp(max=1)[:, None] * each).sum(0)]
-    assert watch.report().cosine == pytest.approx(float(F.cosine_similarity(*sums, 0)), abs=1e-6)
-    assert watch.report().samples == 10
-
-
 def test_every_nth_logical_batch_is_looked_at():
     model, (x, y) = network().eval(), data(12)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=2.0, expected_batch_size=4)
