@@ -264,17 +264,18 @@ SFT: dict[str, Field] = {
     "completion_only_loss": supported("a sample's loss is the mean over its own completion's tokens"),
     "assistant_only_loss": supported("a sample's loss is the mean over its own assistant turns' tokens"),
     "loss_type": refused(
-        "nll and dft have a loss of each sample; of another, fastdp does not know it",
-        "unknown",
-        lambda value: value in ("nll", "dft", "chunked_nll"),
+        "nll is the mean over a sample's own tokens; of another, fastdp does not know a sample's part",
+        "dft",
+        lambda value: value in ("nll", "chunked_nll"),
     ),
 }
 
 COUPLING_PAIRS = ("aot", "aot_unpaired")
 PAIR_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-    "discopop", "sft", "sigmoid_norm",
+    "sigmoid", "hinge", "ipo", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft",
+    "sigmoid_norm",
 )  # fmt: skip
+_UNKNOWN = "the losses that fastdp knows have no such weight; leave its default"
 
 
 def _uncoupled(value: Any) -> bool:
@@ -296,13 +297,17 @@ DPO: dict[str, Field] = {
         _uncoupled,
     ),
     "loss_weights": supported(),
-    "ld_alpha": supported("counts the tokens of its own pair"),
-    "f_divergence_type": supported(),
-    "f_alpha_divergence_coef": supported(),
-    "label_smoothing": supported("of robust and exo_pair"),
+    "ld_alpha": refused(_UNKNOWN, 0.3),
+    "f_divergence_type": refused(
+        "fastdp's losses are of the reverse KL divergence",
+        "js_divergence",
+        lambda value: getattr(value, "value", value) == "reverse_kl",
+    ),
+    "f_alpha_divergence_coef": no_effect("f_divergence_type is reverse_kl"),
+    "label_smoothing": supported("of robust"),
     "beta": supported(),
-    "use_weighting": supported("a pair's weight is of its own log probabilities"),
-    "discopop_tau": supported(),
+    "use_weighting": refused(_UNKNOWN, True),
+    "discopop_tau": no_effect("discopop is refused"),
     "sync_ref_model": supported("the reference is made of weights that are private already"),
     "ref_model_mixup_alpha": supported(),
     "ref_model_sync_steps": supported("noised steps"),

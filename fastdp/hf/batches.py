@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import seed_worker
 
 from .. import sampling
@@ -30,23 +30,8 @@ class Ticket(dict[str, Any]):
         self.last, self.flops = last, 0
 
 
-class _Places(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class _Redeem:
-    def __init__(self, accumulation: int) -> None:
-        self.accumulation = accumulation
-
-    def __call__(self, items: list[int]) -> Ticket:
-        return Ticket((items[0] + 1) % self.accumulation == 0)
+def _ticket(items: list[int], accumulation: int) -> Ticket:
+    return Ticket((items[0] + 1) % accumulation == 0)
 
 
 def tickets(steps: int, accumulation: int) -> DataLoader[Any]:
@@ -54,14 +39,14 @@ def tickets(steps: int, accumulation: int) -> DataLoader[Any]:
 
     A real DataLoader, so that resuming in the middle of an epoch skips its first ones as it would any batches.
     """
-    return DataLoader(
-        _Places(steps * accumulation), batch_size=1, collate_fn=_Redeem(accumulation), generator=torch.Generator()
-    )
+    places: Any = range(steps * accumulation)
+    collate = functools.partial(_ticket, accumulation=accumulation)
+    return DataLoader(places, batch_size=1, collate_fn=collate, generator=torch.Generator())
 
 
 def are_tickets(loader: Any) -> bool:
     """Whether a loader is the loop's, and not one of evaluation."""
-    return isinstance(getattr(loader, "dataset", None), _Places)
+    return getattr(getattr(loader, "collate_fn", None), "func", None) is _ticket
 
 
 class Source:

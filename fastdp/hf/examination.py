@@ -10,20 +10,16 @@ from torch import Tensor, nn
 
 from ..errors import StepError
 from ..losses.language_model_head import FusedHead
-from .batches import Source, varied
+from .batches import varied
 from .checks import check_model, check_padding, check_rows, evaluating
 from .losses import Head, find_head, rows, without_labels
-from .options import PrivacyArguments
-from .spending import logger
+from .spending import Spending, logger
 
 
-class Examination:
+class Examination(Spending):
     """The part of `DPTrainer` that finds the head, and verifies the model and the loss on a few records."""
 
-    args: Any
     model: Any
-    privacy: PrivacyArguments
-    _source: Source | None
     _prepare_inputs: Callable[[Any], Any]
     _step_loss: Callable[[nn.Module, Any], Tensor]
     _takes_losses: Callable[[], bool]

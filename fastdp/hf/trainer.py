@@ -20,7 +20,6 @@ from ..optim.privatize import privatize
 from . import arguments, ledger
 from .batches import Ticket, are_tickets, check_dataset, make_source, tickets
 from .combining import Combining
-from .evaluation import FusedEvaluation
 from .examination import Examination
 from .losses import reduced, size_of, without_labels
 from .options import PrivacyArguments
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from ..optim.graphed_shapes import GraphedShapes
 
 
-class DPTrainer(Combining, InParts, Repeating, Examination, FusedEvaluation):
+class DPTrainer(Combining, InParts, Repeating, Examination):
     """A `transformers.Trainer` that trains with differential privacy.
 
     Batches are Poisson samples of train_dataset, cut into physical batches of per_device_train_batch_size. The loss is
@@ -280,7 +279,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination, FusedEvaluation):
     ) -> Any:
         """In training, return one loss per sample [B], or the result of compute_loss_func.
 
-        In evaluation, return Trainer's loss; with fused_loss=True, without logits if nothing else is asked for.
+        In evaluation, return Trainer's loss.
         """
         if not self._learning:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

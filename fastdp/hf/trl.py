@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import trl
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from ..batch_axis.inputs import mark_rows
 from ..errors import StepError
 from .argument_table import PACKED, READERS
 from .arguments import ArgumentError
-from .losses import rows, size_of, without_labels
+from .losses import rows, size_of
 from .options import PrivacyArguments
 from .preferences import Texts, pair_losses, texts
 from .trainer import DPTrainer
@@ -108,14 +107,6 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
     _reads = ("SFTConfig",)
     _looked_at = ("SFTTrainer",)
 
-    def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
-        super().__init__(*positional, privacy=privacy, **named)
-        if self._is_dft() and (self.privacy.fused_loss or self.args.label_smoothing_factor):
-            raise ArgumentError("loss_type='dft' has neither fused_loss=True nor label_smoothing_factor: leave it out")
-
-    def _is_dft(self) -> bool:
-        return self.args.loss_type == "dft"  # type: ignore[no-any-return]
-
     def _find_loss(self, batch: Any, tolerance: float) -> None:
         images, size = batch.get("pixel_values"), size_of(batch)
         if isinstance(images, Tensor) and len(images) != size:
@@ -129,27 +120,6 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
             raise StepError(f"{type(self.model).__name__} is no causal language model, but has {self._head.name}")
         if not self.args.label_smoothing_factor:
             self._compare(batch, lambda alone: trl.SFTTrainer.compute_loss(self, self.model, alone), tolerance)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """In training, return one loss per sample [B]; in evaluation, SFTTrainer's loss."""
-        if not (self._learning and self._is_dft()):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        given, labels = without_labels(self.model, inputs)
-        outputs = model(**given)
-        losses = _dynamic(outputs["logits"], labels["labels"])
-        return (losses, outputs) if return_outputs else losses
-
-    def _takes_losses(self) -> bool:
-        return self.compute_loss_func is None and type(self).compute_loss is DPSFTTrainer.compute_loss
-
-
-def _dynamic(logits: Tensor, labels: Tensor) -> Tensor:
-    """Dynamic fine-tuning: each token's loss times its probability, the mean over a sample's own tokens [B]."""
-    wide = (logits if logits.dtype == torch.float64 else logits.float())[:, -labels.shape[1] :]
-    each = F.cross_entropy(wide[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")  # 0 where there is no label
-    return (each * torch.exp(-each.detach())).sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)
 
 
 class PairsFirst:
@@ -247,7 +217,7 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
         else:
             reference = self._reference(model, inputs)
         flat = {name: _of_pairs(value) for name, value in _flat(inputs).items()}
-        losses = pair_losses(_texts(model, flat, self.args), _of_pairs(reference), self.args)
+        losses = pair_losses(_texts(model, flat), _of_pairs(reference), self.args)
         return (losses, {}) if return_outputs else losses
 
     def _reference(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -256,7 +226,7 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
         They are constants of their own rows, so that the engine need not follow what they are made of.
         """
         with self._referring(model) as other, torch._C.DisableTorchFunction():
-            return _texts(other, _flat(inputs), self.args).logp
+            return _texts(other, _flat(inputs)).logp
 
     def compute_ref_log_probs(self, *positional: Any, **named: Any) -> Any:
         """Run DPOTrainer.compute_ref_log_probs."""
@@ -309,9 +279,9 @@ def _of_pairs(rows_of_pairs: Tensor) -> Tensor:
     return mark_rows(rows_of_pairs, torch.arange(pairs).repeat_interleave(2), pairs)
 
 
-def _texts(model: nn.Module, flat: Mapping[str, Tensor], options: Any) -> Texts:
+def _texts(model: nn.Module, flat: Mapping[str, Tensor]) -> Texts:
     seen = {name: value for name, value in flat.items() if name != "completion_mask"}
-    return texts(model(**seen)["logits"], flat["input_ids"], flat["completion_mask"], options)
+    return texts(model(**seen)["logits"], flat["input_ids"], flat["completion_mask"])
 
 
 def _halves(batch: Mapping[str, Any]) -> dict[str, Any]:

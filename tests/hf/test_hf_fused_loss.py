@@ -124,25 +124,3 @@ def test_what_does_not_go_with_it(tmp_path):
     trainer = trainer_of(tmp_path, bert(num_labels=3), texts(8), private(fused_loss=True), max_steps=1)
     with pytest.raises(StepError, match="fuses the head of a causal language model"):
         trainer.train()
-
-
-@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
-def test_evaluation_of_the_loss_alone_stores_no_logits(tmp_path, kind, monkeypatch):
-    """It is Trainer's own loss, during a run and after it; metrics get their logits."""
-    model, records = gpt2() if kind == "GPT2" else model_of(kind), texts(9, "next")
-    seen, own = [], FusedHead.evaluated
-    monkeypatch.setattr(FusedHead, "evaluated", lambda self, *given: seen.append(1) or own(self, *given))
-    collate = Collate()
-    more = dict(max_steps=1, per_device_train_batch_size=8, per_device_eval_batch_size=4, eval_strategy="steps",
-                eval_steps=1)  # fmt: skip
-    others = {"eval_dataset": texts(9, "next", seed=3)}
-    trainer = trainer_of(tmp_path, model, records, private(fused_loss=True), collate, more=others, **more)
-    trainer.train()
-    assert len(seen) == 3
-    fused = trainer.evaluate()["eval_loss"]
-    assert len(seen) == 6 and trainer._fused is not None
-    found = trainer.predict(trainer.eval_dataset)
-    assert len(seen) == 6 and found.predictions.shape[-1] == 40
-    assert fused == pytest.approx(found.metrics["test_loss"], rel=1e-5)
-    trainer.model.set_output_embeddings(copy.deepcopy(trainer.model.get_output_embeddings()))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(fused, rel=1e-5) and len(seen) == 6

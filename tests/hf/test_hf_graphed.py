@@ -67,15 +67,6 @@ def test_the_run_is_that_without_it(make, tmp_path, kept):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_batches_of_every_length_go_through_python_with_a_warning(tmp_path, kept, monkeypatch):
-    monkeypatch.setattr(graphed_shapes, "SHAPES", 1)
-    records = texts(40, "next")
-    trainer = trainer_of(tmp_path, gpt2(), records, private(noise_seed=1, graphed=True), Collate(), max_steps=20)
-    with pytest.warns(UserWarning, match="pad to fewer lengths"):
-        trainer.train()
-    assert kept[0].eager > 0 and len(kept[0]._steps) == 1
-
-
 def test_a_loss_that_is_one_number_is_refused(tmp_path):
     more = {"compute_loss_func": lambda outputs, labels, **kwargs: outputs.logits[:, 0].square().mean(1).mean()}
     trainer = trainer_of(

@@ -24,7 +24,6 @@ from ..hf_models import (
     weights,
 )
 
-from fastdp.hf.checks import check_padding  # isort: skip
 from fastdp.hf.losses import find_head  # isort: skip
 
 SMALL = dict(vocab_size=40, d_model=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
@@ -99,28 +98,6 @@ def test_a_step_of_other_models(make, tmp_path):
     assert error(weights(model), truth, before) < 1e-4
 
 
-def test_pictures(tmp_path):
-    torch.manual_seed(0)
-    model = transformers.ViTForImageClassification(
-        transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=1,
-                               num_attention_heads=2, intermediate_size=16, num_labels=2)
-    )  # fmt: skip
-    images = [{"pixel_values": torch.randn(1, 8, 8), "labels": n % 2} for n in range(6)]
-    before, plain = weights(model), copy.deepcopy(model).double()
-    trainer_of(
-        tmp_path, model, images, private(sample_rate=1.0, verify=True), transformers.default_data_collator, max_steps=1
-    ).train()
-    total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
-    for record in images:
-        plain.zero_grad()
-        plain(record["pixel_values"][None].double(), labels=torch.tensor([record["labels"]])).loss.backward()
-        size = torch.stack([p.grad.square().sum() for p in plain.parameters()]).sum().sqrt()
-        for name, p in plain.named_parameters():
-            total[name] += p.grad * min(1.0, 1 / float(size))
-    truth = {name: before[name].double() - 0.1 * total[name] / 6 for name in total}
-    assert error(weights(model), truth, before) < 1e-3  # float32 weights
-
-
 def test_what_has_no_loss_of_a_sample(tmp_path):
     with pytest.raises(StepError, match="MixtralForCausalLM adds an auxiliary loss .*output_router_logits = False"):
         trainer_of(tmp_path, mixtral(True), texts(12, "next")).train()
@@ -144,26 +121,6 @@ def strange():
 
     torch.manual_seed(0)
     return BertForNextSentencePrediction(bert(num_labels=3).config)
-
-
-def test_padding_is_tried_on_every_example():
-    """The most padded one may be the one that learns nothing: here its weight in the loss is 0."""
-
-    def collate(records):
-        x = torch.zeros(len(records), max(len(r["x"]) for r in records))
-        for row, record in zip(x, records, strict=True):
-            row[: len(record["x"])] = torch.tensor(record["x"])
-        return {"x": x, "weight": torch.tensor([r["weight"] for r in records]), "labels": torch.zeros(len(records))}
-
-    def loss(model, batch):  # a mean over places, padding too
-        return (batch["weight"] * model(batch["x"].mean(1, keepdim=True)).squeeze(1)).mean()
-
-    records = [{"x": [1.0] * n, "weight": float(n != 2)} for n in (2, 3, 5)]
-    with pytest.raises(StepError, match="how far its batch is padded"):
-        check_padding(torch.nn.Linear(1, 1), loss, collate, lambda batch: batch, records, 1e-3)
-    for record in records:
-        record["x"] = [1.0] * 5
-    assert check_padding(torch.nn.Linear(1, 1), loss, collate, lambda batch: batch, records, 1e-3) == ""
 
 
 def test_a_batch_without_tensors(tmp_path):

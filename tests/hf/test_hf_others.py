@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 import pytest
@@ -95,15 +94,6 @@ def test_soft_prompts(kind, tmp_path):
     assert changed and all("prompt_encoder" in name for name in changed)
 
 
-def test_soft_prompts_of_a_classifier(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(bert(num_labels=3), soft_prompt("prompt", peft, "SEQ_CLS")).double()
-    records = texts(6)
-    want, before = truth_of_step(model, records, 6, 0.1, 0.5), weights(model)
-    trainer_of(tmp_path, model, records, private(sample_rate=1.0, per_sample_max_grad_norm=0.5), max_steps=1).train()
-    assert error(weights(model), want, before) < 1e-4
-
-
 def test_a_collator_that_joins_samples(tmp_path):
     model = gpt2()
     with pytest.raises(StepError, match="joined 4 records into a batch of one row.*no.*gradient of its own"):
@@ -111,34 +101,6 @@ def test_a_collator_that_joins_samples(tmp_path):
             tmp_path, model, texts(12, "next"), collate=transformers.DataCollatorWithFlattening(),
             remove_unused_columns=True,
         ).train()  # fmt: skip
-
-
-@pytest.fixture
-def heard(caplog, monkeypatch):
-    """What transformers' logger says, once each: with CI=1 in the environment it hands its records to the root, too."""
-    logger = logging.getLogger("transformers")
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
-def test_evaluation_counts_its_own_examples(tmp_path, heard):
-    transformers.utils.logging.set_verbosity_info()
-    try:
-        trainer_of(
-            tmp_path, bert(num_labels=3), texts(12), eval_strategy="steps", eval_steps=2,
-            more={"eval_dataset": texts(5)},
-        ).train()  # fmt: skip
-    finally:
-        transformers.utils.logging.set_verbosity_warning()
-    said = [record.getMessage().strip() for record in heard.records if "Num examples" in record.getMessage()]
-    assert said == ["Num examples = 12", "Num examples = 5"]
-
-
-def test_compiling_says_what_it_costs(tmp_path, heard):
-    trainer_of(tmp_path, bert(num_labels=3), texts(12), torch_compile=True, torch_compile_backend="eager").train()
-    assert [r for r in heard.records if "compiles evaluation only" in r.getMessage()]
 
 
 class Coupled(transformers.Trainer):

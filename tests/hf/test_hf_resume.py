@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -65,29 +64,6 @@ def test_taken_up_bit_for_bit(checkpoint, tmp_path):
     assert logs[0] == logs[1]
 
 
-def test_adapters_are_taken_up(tmp_path):
-    """Of PEFT: the adapters alone are in the checkpoint."""
-    peft = pytest.importorskip("peft")
-
-    def adapted(seed):
-        torch.manual_seed(seed)
-        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
-        return peft.get_peft_model(gpt2(), config)
-
-    privacy = private(noise_multiplier=1.0, noise_seed=3)
-    options = dict(max_steps=3, save_steps=2)
-    whole = run(tmp_path / "whole", adapted(1), privacy, **options)
-    whole.train()
-    begun = run(tmp_path / "part", adapted(1), privacy, stop=3, **options)
-    with pytest.raises(KeyboardInterrupt):
-        begun.train()
-    again = run(tmp_path / "part", adapted(2), privacy, **options)
-    again.train(resume_from_checkpoint=True)
-    assert (tmp_path / "part" / "checkpoint-2" / "adapter_model.safetensors").is_file()
-    ours, theirs = weights(again.model), weights(whole.model)
-    assert all(torch.equal(ours[name], p) for name, p in theirs.items())
-
-
 def test_without_a_seed_lost_steps_stay_counted(tmp_path):
     """Stopped after step 5, taken up at 4: the fifth has been seen, perhaps, and is another one now."""
     part = run(tmp_path, gpt2(), private(noise_multiplier=1.0), stop=5)
@@ -135,15 +111,6 @@ def test_the_account_of_another_run_in_the_same_folder_does_not_replace_the_chec
     again = run(tmp_path, gpt2(), private(noise_multiplier=0.5), max_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.history == [(0.5, 0.2, 2), (8.0, 0.2, 3), (0.5, 0.2, 2)]
-
-
-def test_which_history_goes_on_from_which():
-    short = [(1.0, 0.1, 5), (2.0, 0.1, 3)]
-    for longer in (short, [(1.0, 0.1, 5), (2.0, 0.1, 4)], [*short, (1.0, 0.1, 1)]):
-        assert ledger.continues(longer, short) and ledger.continues(longer, [])
-    for other in ([], short[:1], [(1.0, 0.1, 6), (2.0, 0.1, 3)], [(1.0, 0.1, 5), (2.0, 0.2, 9)],
-                  [(1.0, 0.1, 5), (2.0, 0.1, 2)]):  # fmt: skip
-        assert not ledger.continues(other, short)
 
 
 def test_a_history_of_cut_samples_is_kept(tmp_path):
@@ -198,38 +165,6 @@ def test_checkpoints_that_cannot_be_taken_up(tmp_path):
         run(tmp_path / "ours", gpt2(), private(noise_multiplier=1.0)).train(str(tmp_path / "ours" / "checkpoint-4"))
     with pytest.raises(ValueError, match="no checkpoint"):
         run(tmp_path / "none", gpt2(), private(noise_multiplier=1.0)).train(resume_from_checkpoint=True)
-
-
-def test_longer_training_from_a_checkpoint(tmp_path):
-    """More steps with the same noise: the account goes on."""
-    first = run(tmp_path, gpt2(), private(noise_multiplier=1.0), num_train_epochs=1, save_steps=5)
-    first.train()
-    more = run(tmp_path, gpt2(), private(noise_multiplier=1.0), save_steps=5)
-    more.train(resume_from_checkpoint=True)
-    assert more.state.global_step == 10 and more.history == [(1.0, 0.2, 10)]
-
-
-def test_a_signal_to_checkpoint(tmp_path):
-    """enable_jit_checkpoint saves where it stands, and that can be taken up."""
-
-    class Signalled(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            for callback in trainer.callback_handler.callbacks:
-                if hasattr(callback, "jit_manager") and state.global_step == 3:
-                    callback.jit_manager.is_checkpoint_requested = True
-
-    handler = signal.getsignal(signal.SIGTERM)
-    privacy = private(noise_multiplier=1.0)
-    trainer = run(tmp_path, gpt2(), privacy, enable_jit_checkpoint=True, save_strategy="no")
-    trainer.add_callback(Signalled())
-    trainer.train()
-    signal.signal(signal.SIGTERM, handler)
-    stopped = trainer.state.global_step
-    assert stopped < 10 and sum(n for _, _, n in trainer.history) == stopped
-    again = run(tmp_path, gpt2(), privacy)
-    again.train(resume_from_checkpoint=True)
-    counted = sum(n for _, _, n in again.history)
-    assert again.state.global_step == 10 and 10 <= counted <= 11
 
 
 def test_adaptive_clipping_goes_on_with_its_norm_and_its_settings(tmp_path):

@@ -157,40 +157,6 @@ def test_other_refusals(folder, tmp_path):
         type("Mine", (DPTrainer, sentence_transformers.SentenceTransformerTrainer), {})
 
 
-def test_a_loss_that_draws(folder, tmp_path):
-    """Which dimensions count, anew for each batch: padding is judged with the same draws."""
-    model = encoder(folder)
-    loss = losses.MatryoshkaLoss(model, losses.CosineSimilarityLoss(model), [16, 8, 4], n_dims_per_step=1)
-    made = trainer(tmp_path, model, loss, records(), private(noise_multiplier=1.0))
-    made.train()
-    assert made.history == [(1.0, 1.0, 1)]
-
-
-def test_a_loss_that_is_replaced(folder, tmp_path):
-    model = encoder(folder)
-    made = trainer(tmp_path, model, losses.CosineSimilarityLoss(model), records())
-    made.loss = losses.MultipleNegativesRankingLoss(model)
-    with pytest.raises(StepError, match="MultipleNegativesRankingLoss couples samples"):
-        made.train()
-
-
-def test_a_loss_of_ones_own_that_couples(folder, tmp_path):
-    class Centred(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, features, labels):
-            found = self.model(features[0])["sentence_embedding"]
-            return (found - found.mean(0)).square().mean()
-
-    model = encoder(folder)
-    before = weights(model)
-    with pytest.raises(Exception, match="each sample's own loss"):
-        trainer(tmp_path, model, Centred(model), records()).train()
-    assert all(torch.equal(p, before[n]) for n, p in weights(model).items())
-
-
 def test_the_table_is_complete():
     fields = {f.name for f in dataclasses.fields(Arguments)}
     table = argument_table.fields_of(Arguments)

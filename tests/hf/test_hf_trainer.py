@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -143,21 +142,6 @@ def test_poisson_batches_by_physical_ones(tmp_path, monkeypatch):
     assert len(set(sizes)) > 1 and all(len(batch) <= 4 for batch in drawn_batches[-3:])
 
 
-def test_accumulation_is_one_batch(tmp_path):
-    found = []
-    for size, accumulation in ((12, 1), (4, 3)):
-        model = bert(num_labels=3).double()
-        trainer = trainer_of(
-            tmp_path, model, texts(24), private(noise_multiplier=0.5, noise_seed=1), max_steps=3,
-            per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, optim="adamw_torch",
-        )  # fmt: skip
-        with pytest.warns(UserWarning, match="voids"):
-            trainer.train()
-        assert trainer.history == [(0.5, 0.5, 3)]
-        found.append(torch.nn.utils.parameters_to_vector(model.parameters()))
-    assert all(torch.allclose(found[0], other, atol=1e-6) for other in found[1:])
-
-
 def test_noised_steps_are_what_is_counted(tmp_path):
     """Steps, epochs, schedule, logs and checkpoints; epsilon as logged is epsilon computed anew."""
     trainer = trainer_of(
@@ -212,19 +196,6 @@ def test_evaluation_is_the_ordinary_one(tmp_path):
     assert (ours.predict(data).predictions == plain.predict(data).predictions).all()
 
 
-def test_it_trains_in_training_mode(tmp_path):
-    modes, model = set(), bert(num_labels=3)
-
-    def loss(outputs, labels, num_items_in_batch=None):
-        modes.update({(torch.is_grad_enabled(), model.training)} if trainer._private is not None else ())
-        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
-
-    trainer = trainer_of(tmp_path, model, texts(12), max_steps=3, eval_strategy="steps", eval_steps=1,
-                         more={"eval_dataset": texts(4), "compute_loss_func": loss})  # fmt: skip
-    trainer.train()
-    assert modes == {(True, True), (False, False)}
-
-
 def test_empty_batches(tmp_path):
     """A step without a sample is a step of noise alone."""
     model = gpt2()
@@ -237,29 +208,6 @@ def test_empty_batches(tmp_path):
     assert trainer.history == [(1.0, 1e-6, 3)] and trainer.state.global_step == 3
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert trainer.state.log_history[0]["loss"] == 0.0
-
-
-def test_a_sample_that_is_not_finite(tmp_path):
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=1,
-                                    num_attention_heads=2, intermediate_size=16, num_labels=2)  # fmt: skip
-    model = transformers.ViTForImageClassification(config).double()
-    images = [{"pixel_values": torch.randn(1, 8, 8).double(), "labels": n % 2} for n in range(6)]
-    bad = [dict(record) for record in images]
-    bad.insert(3, {"pixel_values": torch.full((1, 8, 8), math.nan).double(), "labels": 1})
-    found = []
-    for data in (images, bad):
-        copied = copy.deepcopy(model)
-        trainer = trainer_of(
-            tmp_path, copied, data, private(sample_rate=1.0), transformers.default_data_collator, max_steps=1,
-            logging_strategy="steps", logging_steps=1,
-        )  # fmt: skip
-        before = weights(copied)
-        trainer.train()
-        found.append({name: (p - before[name]) * len(data) for name, p in weights(copied).items()})
-    zero = {name: torch.zeros_like(p) for name, p in found[0].items()}
-    assert error(found[1], found[0], zero) < 1e-5
-    assert any(entry.get("nonfinite_samples") == 1 for entry in trainer.state.log_history)
 
 
 def test_it_stops_when_the_budget_is_spent(tmp_path):

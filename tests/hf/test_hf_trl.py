@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
@@ -23,7 +22,6 @@ from ..hf_trl import (
     prompts,
     quiet,
     sft,
-    sigmoid_losses,
     trl,
 )
 
@@ -45,17 +43,13 @@ def test_a_step_of_sft_by_hand(tmp_path):
     assert error(weights(model), want, before) < 1e-6
 
 
-def test_a_step_of_sft_on_whole_texts_and_of_dft(tmp_path):
+def test_a_step_of_sft_on_whole_texts(tmp_path):
     model, data = llama().double(), plain()
     whole = [lambda row=row: -logps(model, row["text"][:1], row["text"][1:] + "<eos>").mean() for row in data]
     want, norm = truth(model, whole, 0.1)
     before = weights(model)
     sft(tmp_path, model, data, private(per_sample_max_grad_norm=norm)).train()
     assert error(weights(model), want, before) < 1e-6
-    model, data = llama().double(), prompts()
-    want, norm = truth(model, completion_losses(model, data, lambda logp: logp.detach().exp()), 0.1)
-    sft(tmp_path, model, data, private(per_sample_max_grad_norm=norm), loss_type="dft").train()
-    assert error(weights(model), want, weights(llama().double())) < 1e-6
 
 
 def test_sft_with_lora_checkpointing_and_groups(tmp_path):
@@ -89,27 +83,6 @@ def test_replayed_steps(kind, tmp_path):
             make(tmp_path, model, data, privacy, pad_to_multiple_of=16, max_steps=4).train()
         found.append(weights(model))
     assert error(found[1], found[0], weights(llama().double())) < 1e-6
-
-
-@pytest.mark.parametrize("make, data", [(sft, prompts), (dpo, pairs)])
-def test_soft_prompts_with_evaluation_before(make, data, tmp_path):
-    """TRL's evaluation runs in between, and switches adapters."""
-    base, records = llama().double(), data()
-    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    trainer = make(
-        tmp_path, copy.deepcopy(base), records, more={"peft_config": tuning, "eval_dataset": data(3)},
-        eval_on_start=True, eval_strategy="steps", eval_steps=1,
-    )  # fmt: skip
-    trainer.model.double()
-    by_hand = completion_losses(trainer.model, records)
-    if make is dpo:
-        by_hand = sigmoid_losses(trainer.model, base, records)
-    want, norm = truth(trainer.model, by_hand, 0.1)
-    before = weights(trainer.model)
-    trainer.privacy.per_sample_max_grad_norm = norm
-    trainer.train()
-    assert set(want) == {"prompt_encoder.default.embedding.weight"}
-    assert error(weights(trainer.model), want, before) < 1e-6
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from ....distributed.reduce import Reduction
 from ....distributed.shards import Part, placed_like
 from ....distributed.world import World, world_of
-from ..distributed import OfProcesses
 from ..grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import GradSampleHooksFastGradientClippingFSDP
-from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+from .ddpoptimizer import DistributedDPOptimizerFastGradientClipping
 
 
-class FSDPOptimizerFastGradientClipping(OfProcesses, DPOptimizerFastGradientClipping):
+class FSDPOptimizerFastGradientClipping(DistributedDPOptimizerFastGradientClipping):
     """DPOptimizerFastGradientClipping over the parts of a GradSampleModuleFastGradientClippingFSDP's parameters.
 
     The sums of all processes' samples come with each backward. Noise is that of each element's place in the whole

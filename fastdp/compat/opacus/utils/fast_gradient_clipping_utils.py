@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -59,33 +60,23 @@ class DPLossFastGradientClipping:
         assert not odd, f"loss_reduction should be the same everywhere: here {loss_reduction!r}, but {odd}"
         self.module, self.optimizer, self.criterion = module, optimizer, criterion
         self.loss_reduction = loss_reduction
+        self._each = copy.copy(criterion)  # gives the losses one by one, if it can
+        if hasattr(criterion, "reduction"):
+            self._each.reduction = "none"
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> Tensor:
         """The loss, a scalar. shape: (B, T, ...) of the outputs, where the criterion is given them as [B * T, ...]."""
-        losses = self._losses(*args, **kwargs)
+        losses: Tensor = self._each(*args, **kwargs)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.view(shape[0], shape[1], *losses.shape[1:])
         if self.loss_reduction == "mean" and losses.dim() > 1:
-            losses = self._sample_means(losses, *args, **kwargs)
+            losses = self._sample_means(losses.flatten(1), kwargs.get("target", args[1] if len(args) > 1 else None))
         return reduced(losses, self.loss_reduction)
 
-    def _losses(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The criterion's losses one by one, if it can give them."""
-        if not hasattr(self.criterion, "reduction"):
-            return self.criterion(*args, **kwargs)  # type: ignore[no-any-return]
-        before = self.criterion.reduction
-        self.criterion.reduction = "none"
-        try:
-            return self.criterion(*args, **kwargs)  # type: ignore[no-any-return]
-        finally:
-            self.criterion.reduction = before
-
-    def _sample_means(self, losses: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, ...] to [B]: means over each sample's losses, without those that `ignore_index` leaves out."""
+    def _sample_means(self, losses: Tensor, targets: Any) -> Tensor:
+        """[B, N] to [B]: means over each sample's losses, without those that `ignore_index` leaves out."""
         ignore = getattr(self.criterion, "ignore_index", None)
-        targets = kwargs.get("target", args[1] if len(args) > 1 else None)
-        flat = losses.flatten(1)
-        if ignore is None or not isinstance(targets, Tensor) or targets.numel() != flat.numel():
-            return flat.mean(1)
-        counted = (targets.reshape(flat.shape) != ignore).sum(1).clamp(min=1)
-        return flat.sum(1) / counted.to(flat.device)
+        if ignore is None or not isinstance(targets, Tensor) or targets.numel() != losses.numel():
+            return losses.mean(1)
+        counted = (targets.reshape(losses.shape) != ignore).sum(1).clamp(min=1)
+        return losses.sum(1) / counted.to(losses.device)
