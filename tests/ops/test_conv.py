@@ -294,6 +294,7 @@ def test_offsets_of_64_bits_and_divisions_give_the_same_bits(backend: str, name:
 if TRITON:
     import triton
     import triton.language as tl
+
     from fastdp.kernels import depthwise, patches
     from fastdp.kernels.conv_problem import Geometry as ThreeSizes
     from fastdp.kernels.conv_problem import Problem
