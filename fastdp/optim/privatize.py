@@ -148,7 +148,7 @@ def privatize(
             raise
         return privacy
 
-    kind = _private_class(type(optimizer))
+    kind = _private_class(type(optimizer))  # type: ignore[arg-type]
     privacy = made(model, kind.__name__, make)
     checkpoint.drop_record(optimizer.param_groups)
     optimizer.__class__ = kind
