@@ -1,13 +1,16 @@
-"""The collate function of loaders: empty batches have the structure of the others, and mixing is looked for."""
+"""How loaders fetch: of which dataset, and by a collate function that takes empty batches and is tried for mixing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from ..errors import StepError
 from .batched_datasets import nothing, rows_of
 from .collate_mixing import Trials
+from .weighted_samplers import sampler_of
 
 
 class CollateWithEmpty:
@@ -32,3 +35,31 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
              "persistent_workers", "multiprocessing_context")  # fmt: skip
     return {name: getattr(loader, name) for name in names}
+
+
+def source_of(
+    data: Any, options: dict[str, Any], drawn_by: tuple[type, ...], refusal: str
+) -> tuple[Any, dict[str, Any], int | None]:
+    """The dataset of a DataLoader, or the one given; how it is fetched; and the DataLoader's batch size.
+
+    drawn_by: the kinds of samplers that another one may take the place of; refusal: what is said of others.
+    """
+    dataset, batch_size = data, None
+    if isinstance(data, DataLoader):
+        kind = type(sampler_of(data))
+        if kind not in drawn_by or not getattr(data, "in_order", True):
+            raise StepError(f"the DataLoader draws by {kind.__name__}, or out of order: {refusal}")
+        dataset, options, batch_size = data.dataset, {**options_of(data), **options}, data.batch_size
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise StepError("a map-style dataset is needed (a length, access by index): load an iterable one into a list")
+    return dataset, options, batch_size
+
+
+def fetching(
+    dataset: Any, sampler: Sampler[list[int]], options: dict[str, Any], views: int | None = 1
+) -> DataLoader[Any]:
+    """A DataLoader of the batches that a sampler draws. views: as of `CollateWithEmpty`."""
+    collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
+    return DataLoader(
+        dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset, views), **options
+    )  # fmt: skip

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from ..accounting import steps_per_epoch
 from ..batch_axis.current_batch import ACTIVE, TELL, WAITING, PhysicalBatch, now
@@ -24,13 +23,12 @@ from ..distributed.fingerprints import mark_of_records
 from ..distributed.world import World, dealing_world
 from ..errors import StepError
 from ..utils.keyword_arguments import parameters_of, refuse_unknown
-from .empty_batches import CollateWithEmpty, options_of
+from .empty_batches import fetching, source_of
 from .grouping import Grouping
 from .sample_rates import rate_and_size
 from .sampler import PoissonSampler
 from .skipped_batches import LoaderUsers, PassWatch, SkippedBatches, mark_of_key
 from .truncation import max_batch_size_for, truncation
-from .weighted_samplers import sampler_of
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
 _WATCHED: dict[int, PassWatch] = {}  # by running iterator, as the batches in hand are
@@ -336,32 +334,21 @@ def _loader_of(
     options: dict[str, Any],
 ) -> PoissonLoader:
     """The loader of `poisson_loader`'s arguments, as a process makes it that trains alone."""
-    dataset, of_loader = data, False  # of_loader: whether the DataLoader's batch size is taken
-    if isinstance(data, DataLoader):
-        dataset = data.dataset
-        drawn_by = type(sampler_of(data))
-        if drawn_by not in (SequentialSampler, RandomSampler) or not getattr(data, "in_order", True):
-            raise StepError(
-                f"the DataLoader draws by {drawn_by.__name__}, or out of order: Poisson sampling takes its place. Give "
-                "one without a sampler; for a part of the data, a Subset; for rare classes, weight[y] times the losses."
-            )
-        options = {**options_of(data), **options}
-        if sample_rate is None and expected_batch_size is None:
-            if data.batch_size is None:
-                raise ValueError("the DataLoader has no batch_size: give expected_batch_size= or sample_rate=")
-            expected_batch_size, of_loader = data.batch_size, True
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise StepError(
-            "Poisson sampling needs a map-style dataset (a length, access by index): load an iterable one into a list."
-        )
+    dataset, options, of_loader = source_of(data, options, (SequentialSampler, RandomSampler), _SAMPLED)
+    if sample_rate is None and expected_batch_size is None and isinstance(data, DataLoader):
+        if of_loader is None:
+            raise ValueError("the DataLoader has no batch_size: give expected_batch_size= or sample_rate=")
+        expected_batch_size = of_loader
+    else:
+        of_loader = None
     grouping = None if group_by is None else Grouping.of(dataset, group_by)
     size = len(dataset) if grouping is None else grouping.groups
     if size == 0:
         raise ValueError("the dataset is empty")
     if (sample_rate is None) == (expected_batch_size is None):
         raise ValueError("give either sample_rate= or expected_batch_size=")
-    if of_loader and expected_batch_size is not None:
-        expected_batch_size = min(expected_batch_size, size)
+    if of_loader is not None:
+        expected_batch_size = min(of_loader, size)
     sample_rate, expected_batch_size = rate_and_size(sample_rate, expected_batch_size, size, grouping is not None)
     steps = steps if steps is not None else steps_per_epoch(sample_rate)
     for name, value in (("max_physical_batch_size", max_physical_batch_size), ("max_batch_size", max_batch_size),
@@ -385,7 +372,11 @@ def _loader_of(
         )
     sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping, max_batch_size)
     sampler.views = views
-    collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
-    together = CollateWithEmpty(collate, dataset, views if grouping is None else None)
-    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=together, **options)
+    loader = fetching(dataset, sampler, options, views if grouping is None else None)
     return PoissonLoader(loader, sampler, expected_batch_size)
+
+
+_SAMPLED = (
+    "Poisson sampling takes its place. Give one without a sampler; for a part of the data, a Subset; for rare classes, "
+    "weight[y] times the losses."
+)

@@ -44,7 +44,6 @@ class SkippedBatches:
         self.passes = 0  # without a step
         self.turns: list[bytearray] = []  # of passes that are over: 1 for each batch that had a step, 0 where another's
         self.stepped = Stepped()  # of batches that were taken out of the loader before
-        self.asked = False  # for epsilon, since a batch was handed out
         self._evaluates = False  # whether it trains with the model in the mode of evaluation
         self._before = 0  # chosen among, as a state that was loaded says
         self._told: tuple[int, ...] = (0,) * 5
@@ -83,17 +82,13 @@ class SkippedBatches:
             self.warn(again=False, stacklevel=6)
 
     def warn(self, again: bool = True, stacklevel: int = 3) -> None:
-        """Say what was missed; not again: unless it was said before (what was cut is said by the next step)."""
+        """Say what was missed; not again: unless it was said before."""
         count = self.counts
         if any(count) if again else any(now > was for now, was in zip(count, self._told, strict=True)):
             texts = (loop_checks.PASSED_OVER, loop_checks.CHOSEN, loop_checks.LEFT, loop_checks.CUT, loop_checks.UNUSED)
             found = " ".join(text.format(n=n) for n, text in zip(count, texts, strict=True) if n)
             warnings.warn(f"epsilon may not hold: {found} {loop_checks.EVERY_BATCH}.", stacklevel=stacklevel)
         self._told = count
-
-    def silent(self) -> None:
-        """The last of `cut` will be said by the next step of a batch, if there is one."""
-        self._told = (*self._told[:3], self._told[3] + 1, self._told[4])
 
     def redo(self, mark: str, place: Place) -> None:
         """A loader hands out (again) what follows this place."""
@@ -176,8 +171,7 @@ class PassWatch:
         """The next batch. Raises StepError where none has stepped on the one in hand."""
         self._look()
         self._check(f"{loop_checks.UNSTEPPED} {loop_checks.EVERY_BATCH}." if self._waits else loop_checks.SKIPPED)
-        for missed, steps in self._trainers.items():
-            missed.asked = False
+        for steps in self._trainers.values():
             steps.append(0)
         self._handed += 1
         self._place, self._due, self._open, self._waits = place, True, True, False
@@ -209,10 +203,6 @@ class PassWatch:
         if self._open:
             for missed in living:
                 (missed.left if self._due else missed.cut).append((self._mark, self._place))
-                if missed.asked:
-                    missed.warn(again=False, stacklevel=2)
-                elif not self._due:
-                    missed.silent()
 
     def supersede(self) -> None:
         """Another pass of the loader is trained on."""

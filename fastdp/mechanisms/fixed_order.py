@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import DataLoader, SequentialSampler, Subset
 
-from ..data.empty_batches import CollateWithEmpty, options_of
+from ..data.empty_batches import fetching, source_of
 from ..data.loader import PoissonLoader
 from ..data.sampler import PoissonSampler
-from ..data.weighted_samplers import sampler_of
 from ..distributed.fingerprints import mark
-from ..errors import AccountingError, StepError
+from ..errors import AccountingError
 from ..utils.keyword_arguments import parameters_of, refuse_unknown
 
 
@@ -102,20 +100,8 @@ def ftrl_loader(
         StepError: if the data cannot be read by index, or the DataLoader shuffles.
     """
     refuse_unknown("ftrl_loader", loader_options, parameters_of(DataLoader) | parameters_of(ftrl_loader))
-    dataset = data
-    if isinstance(data, DataLoader):
-        dataset = data.dataset
-        sampler = sampler_of(data)
-        if type(sampler) is not SequentialSampler or not getattr(data, "in_order", True):
-            raise StepError(
-                f"the DataLoader draws by {type(sampler).__name__}, or out of order: DP-FTRL needs an order that "
-                "is known, and the same in every pass. Give a loader with shuffle=False; to shuffle once, give "
-                "order=torch.randperm(len(dataset))"
-            )
-        loader_options = {**options_of(data), **loader_options}
-        batch_size = data.batch_size if batch_size is None else batch_size
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise StepError("a fixed order needs a dataset with a length and access by index: load it into a list")
+    dataset, loader_options, of_loader = source_of(data, loader_options, (SequentialSampler,), _ORDERED)
+    batch_size = of_loader if batch_size is None else batch_size
     refused = {"shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
     if refused or loader_options.get("in_order") is False:
         raise ValueError(f"{', '.join(sorted(refused)) or 'in_order=False'}: the order is order=, and it is fixed")
@@ -133,11 +119,13 @@ def ftrl_loader(
             stacklevel=2,
         )
     sampler = FixedOrder(places, batch_size, max_physical_batch_size)
-    collate = loader_options.pop("collate_fn", None) or torch.utils.data.default_collate
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset), **loader_options
-    )
-    return FixedOrderLoader(loader, sampler, batch_size)
+    return FixedOrderLoader(fetching(dataset, sampler, loader_options), sampler, batch_size)
+
+
+_ORDERED = (
+    "DP-FTRL needs an order that is known, and the same in every pass. Give a loader with shuffle=False; to shuffle "
+    "once, give order=torch.randperm(len(dataset))"
+)
 
 
 def _order(dataset: Any, order: Any) -> list[int]:

@@ -25,6 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..accounting import History, truncation_in
 from ..errors import AccountingError
 
@@ -144,7 +146,7 @@ class PoissonRuns(Runs):
         for a, e in zip(orders, of_run, strict=True):
             delta = delta_of(orders, of_run, math.log1p(1 / (a - 1)))
             exponent = (a - 1) * (e + self.mean * delta) + math.log(self.mean)
-            found.append(_log_sum(exponent, -self.mean) / (a - 1))
+            found.append(float(np.logaddexp(exponent, -self.mean)) / (a - 1))
         return found
 
 
@@ -262,8 +264,3 @@ def _log_mean_of(eta: float, log_gamma: float) -> float:
 def _mean_of(eta: float, log_gamma: float) -> float:
     found = _log_mean_of(eta, log_gamma)
     return math.exp(found) if found < 700 else math.inf
-
-
-def _log_sum(a: float, b: float) -> float:
-    most = max(a, b)
-    return most + math.log(math.exp(a - most) + math.exp(b - most))

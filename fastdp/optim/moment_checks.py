@@ -5,6 +5,7 @@ torch finds out at the next step, whose noise is drawn by then, and counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ def _check(base: type, name: str, parameter: Tensor, held: Any) -> None:
             f"the state of {name} has no {', '.join(lacks)}, which {base.__name__} needs: it was saved by another kind "
             "of optimizer, or is damaged. Load it into an optimizer of its own kind."
         )
+    if "step" in numbers and not 0 <= float(numbers["step"]) < math.inf:
+        raise StepError(f"the state of {name} is of {float(numbers['step']):g} steps: the file is damaged")
     for what in _WHOLE:
         value = numbers.get(what)
         if isinstance(value, Tensor) and value.shape != parameter.shape:

@@ -228,7 +228,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 stacklevel=2,
             )
         warn_unverified(privacy.engine.model)
-        privacy.missed.asked = True
         privacy.missed.warn()
         privacy.ledger.warn()
         return privacy.epsilon(delta, sample_rate)

@@ -25,14 +25,11 @@ from .private_step import PrivateStep
 
 OF_PRIVACY = [*inspect.getfullargspec(PrivateStep.__init__).kwonlyargs, *OPTIONS]
 
-_CLASSES: dict[type, type[PrivateOptimizer]] = {}
 
-
+@functools.cache
 def _private_class(base: type[torch.optim.Optimizer]) -> type[PrivateOptimizer]:
     """Return the class DP<base>. There is one class for each base, so that its objects are alike."""
-    if base not in _CLASSES:
-        _CLASSES[base] = type(f"DP{base.__name__}", (PrivateOptimizer, base), {"__module__": __name__})
-    return _CLASSES[base]
+    return type(f"DP{base.__name__}", (PrivateOptimizer, base), {"__module__": __name__})
 
 
 @named
@@ -151,7 +148,7 @@ def privatize(
             raise
         return privacy
 
-    kind = _private_class(type(optimizer))
+    kind = _private_class(type(optimizer))  # type: ignore[arg-type]
     privacy = made(model, kind.__name__, make)
     checkpoint.drop_record(optimizer.param_groups)
     optimizer.__class__ = kind

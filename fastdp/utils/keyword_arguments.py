@@ -118,41 +118,28 @@ def declared(method: F) -> F:
     Only what was given is handed on, so that the class of torch beside it has defaults of its own. Its arguments are
     taken, too, where it has more than torch's (a class made of a private optimizer and the user's own).
     """
-    signature = parameters_of(method)
-    places = [name for name, parameter in signature.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def init(self: Any, *args: Any, **options: Any) -> None:
-        owner = type(self).__name__
-        given = dict(zip(places, args, strict=False))
-        check_model(owner, {**options, **given})
-        if len(args) > len(places):
-            raise TypeError(
-                f"{owner} takes {' and '.join(places)} by position, and all else by its name: {len(args)} arguments "
-                "were given without one"
-            )
-        if twice := given.keys() & options.keys():
-            raise TypeError(f"{owner} got {sorted(twice)[0]!r} by position, and by its name again")
-        base = self._base_parameters()
+        owner, base = type(self).__name__, self._base_parameters()
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in base.values()):
-            refuse_unknown(owner, options, {*signature, *base})
-        if "noise_multiplier" not in options:
-            raise TypeError(f"{owner} needs noise_multiplier= (0 for none)")
-        self._make(**given, **options)
+            refuse_unknown(owner, options, {*signature.parameters, *base})
+        others = {name: options.pop(name) for name in [*options] if name not in signature.parameters}
+        model = args[0] if args else options.get("model")
+        if model is not None and not isinstance(model, nn.Module):
+            raise ParameterError(
+                f"the first argument is the model (an nn.Module), not {type(model).__name__}; to train a part of it "
+                "freeze the rest, or give params= (tensors or parameter groups)"
+            )
+        try:
+            given = signature.bind(self, *args, **options).arguments
+        except TypeError as problem:
+            raise TypeError(f"{owner}(model, lr, *, noise_multiplier=, ...): {problem}") from None
+        given.pop("self")
+        self._make(**given, **others)
 
     return init  # type: ignore[return-value]
-
-
-def check_model(owner: str, given: dict[str, Any]) -> None:
-    """Raise ParameterError or TypeError unless a model is given."""
-    if "model" not in given:
-        raise TypeError(f"{owner} takes the model first: {owner}(model, lr=..., noise_multiplier=...)")
-    model = given["model"]
-    if not isinstance(model, nn.Module):
-        raise ParameterError(
-            f"the first argument is the model (an nn.Module), not {type(model).__name__}; to train a part of it "
-            "freeze the rest, or give params= (tensors or parameter groups)"
-        )
 
 
 def named(function: F) -> F:

@@ -82,28 +82,6 @@ def test_a_new_optimizer_on_a_trained_model_says_what_it_does_not_count():
         optimizer_of(model).epsilon(1e-5)
 
 
-@pytest.mark.parametrize("second", [3, 5, 9])
-def test_steps_of_equal_settings_are_not_taken_for_those_of_the_optimizer_before(second):
-    """However many steps the new one makes: only a state that was loaded holds the other's."""
-    model = model_of()
-    first = optimizer_of(model)
-    steps(first, model, 5)
-    first.detach()
-    new = optimizer_of(model)
-    steps(new, model, second)
-    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made"):
-        new.epsilon(1e-5)
-    state = copy.deepcopy(new.state_dict())
-    new.detach()
-    third = optimizer_of(model)
-    third.load_state_dict(state)  # which does not hold the first's
-    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made"):
-        third.epsilon(1e-5)
-    third.detach()
-    with pytest.warns(UserWarning, match=rf"^{5 + second} noised"):
-        optimizer_of(model).epsilon(1e-5)
-
-
 def test_two_ways_on_from_one_state_are_both_counted():
     model = model_of()
     optimizer = optimizer_of(model)

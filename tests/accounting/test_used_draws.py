@@ -106,20 +106,6 @@ def test_passes_and_a_resumed_run_draw_anew() -> None:
     assert resumed.history == [(SIGMA, RATE, 4 * STEPS)]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_steps_that_are_made_again_after_going_back_are_no_steps_on_new_samples() -> None:
-    model, loader = nn.Linear(3, 2), loader_of()
-    optimizer = optimizer_of(model)
-    train(model, optimizer, batches=loader)
-    state = copy.deepcopy((optimizer.state_dict(), loader.state_dict()))
-    train(model, optimizer, batches=loader)
-    optimizer.load_state_dict(state[0])
-    loader.load_state_dict(state[1])
-    train(model, optimizer, batches=loader)
-    expected = epsilon_of([(SIGMA, RATE, STEPS), together(2)], DELTA, "rdp")
-    assert optimizer.epsilon(DELTA) == pytest.approx(expected)
-
-
 def test_two_optimizers_on_one_loader() -> None:
     body, head = nn.Linear(3, 4), nn.Linear(4, 2)
     optimizers = [optimizer_of(body), optimizer_of(head)]

@@ -79,14 +79,6 @@ def test_two_loaders_at_once_are_told_apart_or_refused():
             backward(model, x)
 
 
-def test_an_empty_batch_that_the_model_cannot_take():
-    model, loader, optimizer = run(q=1e-9, steps=2)
-    for (x,) in loader:
-        assert len(x) == 0
-        optimizer.step()  # no forward: a noise-only step
-    assert optimizer.history == [(0.0, 1e-9, 2)]
-
-
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor

@@ -71,16 +71,6 @@ def taken_up(rank: int, world: int, wrap: Any = sharded) -> list[Any]:
     return found
 
 
-def grouped(model: nn.Module, order: str) -> list[dict[str, Any]]:
-    """Groups with learning rates of their own: the head, the last norm, the others, or (x) both of these."""
-    of: dict[str, list[Any]] = {"h": [], "n": [], "o": []}
-    for name, parameter in model.named_parameters():
-        of["h" if name.startswith("head") else "n" if name.startswith("norm") else "o"].append(parameter)
-    of["x"] = [*of["n"], *of["o"]]
-    rates = {"h": 0.3, "n": 0.2, "o": 0.1, "x": 0.4}
-    return [{"params": of[each], "lr": rates[each]} for each in order]
-
-
 def laid_otherwise(rank: int, world: int) -> None:
     """Moments in parts for a whole parameter, and whole ones for parts: torch's step would fail after its noise."""
     states = []

@@ -18,23 +18,6 @@ from .test_dp_loss import cnn, images
 pytestmark = pytest.mark.slow  # `make test-all` runs it
 
 
-@pytest.mark.parametrize("wrapped_first", [True, False])
-def test_opacus_sees_the_same_gradients(wrapped_first):
-    from opacus.grad_sample import wrap_model
-
-    (x, y), model, alone = images(), cnn(), cnn()
-    loss = None if wrapped_first else DPLoss(model, threshold=0.5, beta=20.0)
-    wrapped = wrap_model(model, grad_sample_mode="hooks")
-    loss = loss or DPLoss(wrapped, threshold=0.5, beta=20.0)
-    loss(wrapped(x), y).backward()
-    single = DPLoss(alone, threshold=0.5, beta=20.0)
-    for i in range(len(x)):
-        alone.zero_grad()
-        single(alone(x[i : i + 1]), y[i : i + 1]).backward()
-        for ours, theirs in zip(alone.parameters(), wrapped.parameters(), strict=True):
-            assert torch.allclose(theirs.grad_sample[i], ours.grad, rtol=1e-4, atol=1e-5)
-
-
 class Called(nn.Module):
     """Activation functions that are only called."""
 

@@ -38,8 +38,3 @@ def test_samples_predict_as_the_reference_at_the_epsilon_of_their_time() -> None
     assert float((found.mean - truth.mean).abs().mean()) < 0.03 < 0.2 < float((prior - truth.mean).abs().mean())
     mu = problem.bound * math.sqrt(6.0 / 2)
     assert found.epsilon == pytest.approx(epsilon_of([(1 / mu, 1.0, 1)], bayesian.DELTA), rel=0.01)
-
-
-def test_a_clipped_gradient_ends_it() -> None:
-    with pytest.raises(SystemExit, match="regression, SGLD: .* samples have a gradient norm above 0.5"):
-        bayesian.main(["--quick", "--max-grad-norm", "0.5"])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
@@ -160,13 +159,6 @@ def test_a_client_moves_the_sum_by_at_most_r() -> None:
         fed.step()
         assert float((flat(model) - start).norm()) * CLIENTS <= R
         assert fed.nonfinite_clients == (wrong != 1e38) and flat(model).isfinite().all()
-    model = nn.Linear(2, 2, bias=False).half()
-    nn.init.zeros_(model.weight)
-    fed = made(model, clients=4096, max_update_norm=1e4, lr=4096.0)
-    for client in range(4096):  # in float16, a sum of ones ends at 2048
-        fed.receive(client, {"weight": torch.ones(2, 2).half()})
-    fed.step()
-    assert (model.weight - 4096).abs().max().item() == 0
 
 
 def test_epsilon_is_of_clients_by_the_accountant() -> None:
@@ -283,13 +275,6 @@ def test_models_optimizers_and_numbers_that_do_not_fit_are_refused() -> None:
     with fed.client(0) as local:
         assert local.training and not local[1].training
         train(local.double(), 0)
-    counting = model()
-    counting.register_buffer("seen", torch.zeros(()))
-    fed = made(counting.double())
-    with pytest.warns(UserWarning, match=r"\(seen\), which are not averaged"), fed.client(0) as local:
-        local.seen += 1
-    fed.step()
-    assert float(counting.seen) == 0
     sgd, one = torch.optim.SGD, model()
     for wrong in (sgd(one[0].weight[None].detach().unbind(), lr=1), sgd([one[0].weight], lr=1)):
         with pytest.raises(ParameterError, match="server's optimizer lacks"):
@@ -329,12 +314,3 @@ def test_the_proximal_term_and_ordinary_training_where_nothing_is_clipped() -> N
     pairs = list(zip(plain.parameters(), start.parameters(), strict=True))
     train(plain, 1, term=lambda: 0.15 * sum((p - q.detach()).square().sum() for p, q in pairs))
     torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-12)
-    with fed.client(0) as local:  # local privacy below that of clients
-        private = fastdp.DPSGD(local, lr=0.1, noise_multiplier=0.0, max_grad_norm=1e6, expected_batch_size=5)
-        F.mse_loss(local(data(0)), torch.zeros(5, 2).double(), reduction="none").sum(1).mean().backward()
-        private.step()
-        private.detach()
-    fed.step()
-    grads = torch.autograd.grad(plain(data(0)).square().sum(1).mean(), tuple(plain.parameters()))
-    wanted = flat(plain) - 0.1 * torch.cat([g.flatten() for g in grads])
-    torch.testing.assert_close(flat(model), wanted, rtol=0, atol=1e-5)

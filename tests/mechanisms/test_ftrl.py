@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.errors import AccountingError, StepError
-from fastdp.mechanisms import DPFTRL, ftrl_loader, nodes_over, variance_of
+from fastdp.mechanisms import DPFTRL, ftrl_loader, variance_of
 from fastdp.mechanisms.tree import TreeNoise
 
 N, BATCH = 24, 4
@@ -238,14 +237,3 @@ def test_the_page_runs(capsys):
     assert 0 < float(capsys.readouterr().out) < 10
     exec(compile(tree, "mechanisms.md", "exec"), {})
     assert 7.5 < float(capsys.readouterr().out) <= 8
-
-
-def test_nodes_over_a_step_are_no_more_than_counted() -> None:
-    """Every node that ends within the tree, so with variance reduction; the largest number over one step."""
-    for steps in range(1, 70):
-        over: dict[int, int] = defaultdict(int)
-        for height in range(8):
-            for low in range(0, steps - 2**height + 1, 2**height):
-                for leaf in range(low, low + 2**height):
-                    over[leaf] += 1
-        assert max(over.values()) == nodes_over(steps)

@@ -55,12 +55,3 @@ def test_clipped_samples_and_other_clipping_are_refused() -> None:
         with pytest.raises(StepError, match=match):
             check_unclipped(optimizer)
         optimizer.detach()
-
-
-def test_numbers_out_of_range_are_refused() -> None:
-    right = dict(lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, batch_size=5, records=10)
-    for wrong in ({"lr": 0}, {"momentum": 1.0}, {"batch_size": 11}, {"noise_multiplier": -1.0}):
-        with pytest.raises(ValueError):
-            temperature(**{**right, **wrong})
-    with pytest.raises(ValueError, match="temperature"):
-        noise_multiplier_for_temperature(-1.0, lr=0.1, max_grad_norm=1.0, batch_size=5, records=10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from fastdp.__main__ import parsed
 from fastdp.commands import tune
-from fastdp.mechanisms import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
+from fastdp.mechanisms import NegativeBinomialRuns, tuning_epsilon
 from fastdp.utils.formatting import at_most
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
@@ -112,14 +111,6 @@ def test_the_best_of_the_runs_is_released_and_nothing_else(search, capfd):
     assert json.loads((out / "search.json").read_text()) == card
 
 
-def test_no_run_at_all(search, monkeypatch, capsys):
-    monkeypatch.setattr(PoissonRuns, "draw", lambda self: 0)
-    code, out = search("train", None, "--distribution", "poisson")
-    card = json.loads((out / "search.json").read_text())
-    assert code == 0 and "no run was drawn" in capsys.readouterr().out and not (out / "best").exists()
-    assert card["setting"] is None and card["epsilon"] == tuning_epsilon([[(1.0, 0.1, 10)]], 1e-4, PoissonRuns(8.0))
-
-
 def test_private_held_out_records_get_noise_and_an_epsilon(search, capsys):
     found = [search("noisy", [SPENT], "--score-noise", 5, "--expected-runs", 1.001, held_out="private") for _ in "ab"]
     cards = [json.loads((out / "search.json").read_text()) for _, out in found]
@@ -193,13 +184,6 @@ def test_an_optimizer_tells_what_it_spent_and_whether_its_noise_is_secret(search
 def test_settings_without_an_account_are_refused(search, capsys, settings, match):
     code, out = search("train", settings)
     assert code == 1 and match in capsys.readouterr().err and not out.exists()
-
-
-def test_a_dry_run_says_the_price(search, capsys):
-    code, out = search("train", [{"history": [[1.0, 0.1, 5], [2.0, 0.1, 5]]}], "--dry-run", "--eta", 1)
-    said = tuning_epsilon([[(1.0, 0.1, 5), (2.0, 0.1, 5)]], 1e-4, NegativeBinomialRuns(8.0, 1.0))
-    assert code == 0 and f"epsilon {said:.4g} at delta 0.0001" in capsys.readouterr().out and not out.exists()
-    assert math.isfinite(said)
 
 
 def test_the_page_runs(tmp_path, monkeypatch, capsys):

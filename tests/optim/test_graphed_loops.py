@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.errors import GraphError
 
 from .test_graphed import B, Net, assert_equal, batch, eagerly, losses, pair
 
@@ -38,21 +37,6 @@ def test_a_loop_with_a_step_of_its_own(way: str) -> None:
             q.data.copy_(p)  # Adam magnifies the rounding of padded sums
     assert (step.replayed, step.eager) == (5, 1)
     assert first.history == second.history == [(0.7, None, 6)]
-
-
-def test_a_second_backward_is_refused() -> None:
-    (_, _), (two, second) = pair()
-    step = second.graphed(losses, batch(99))
-    with pytest.raises(GraphError, match="was scaled, or added up"):
-        (step.loss(*batch(1)) / 3).backward()
-    with pytest.raises(fastdp.errors.StepError, match="without a backward"):
-        second.step()
-    loss = step.loss(*batch(1))
-    loss.backward(retain_graph=True)
-    with pytest.raises(GraphError, match="second backward"):
-        loss.backward()
-    second.step()
-    assert second.history == [(0.7, None, 1)]
 
 
 # --------------------------------------------------------------------------- of many shapes

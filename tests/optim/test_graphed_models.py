@@ -63,7 +63,6 @@ def looped(m: Trait, x: Tensor) -> Tensor:
 
 TRAITS: dict[str, Callable[[Trait, Tensor], Tensor]] = {
     "tied": tied,
-    "parts of a parameter": lambda m, x: x @ m.w[:, :3] @ m.w[3:],
     "masked attention": masked_attention,
     "looked up": looked_up,
     "in place": in_place,
@@ -71,7 +70,6 @@ TRAITS: dict[str, Callable[[Trait, Tensor], Tensor]] = {
     "transposed convolution": lambda m, x: m.up(x.mT).mT,
     "sorted": lambda m, x: m.linear(x.sort(1).values).topk(2, 1).values,
     "chosen by data": lambda m, x: torch.where(x.mean(1, keepdim=True) > 0, m.linear(x), m.norm(x)),
-    "an own constant": lambda m, x: m.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])[:, None],
 }
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import fastdp
-from fastdp.errors import OptimizerReplacedWarning, StepError
+from fastdp.errors import StepError
 
 from ..by_hand import EXPECTED, RECORDS, Loop, R, network, records
 
@@ -221,20 +221,6 @@ def plain_sgd(module, lr, **_):
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     optimizer.stepped = True
     return optimizer
-
-
-def test_a_second_fit_goes_on_counting(tmp_path):
-    module = module_of()
-    trainer = trainer_of(tmp_path)
-    trainer.fit(module, loader_of())
-    trainer.validate(module, DataLoader(records(), batch_size=16), verbose=False)
-    first = module.private
-    once = first.history[0][2]
-    with pytest.warns(OptimizerReplacedWarning, match=rf"which has made {once} noised step\(s\) \(epsilon"):
-        trainer_of(tmp_path).fit(module, loader_of())
-    assert module.private is not first and module.private.history == [(*first.history[0][:2], 2 * once)]
-    with pytest.raises(StepError, match="this optimizer was replaced"):
-        first.step()
 
 
 def test_importing_fastdp_does_not_import_lightning():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import default_collate
 
 import fastdp
 from fastdp.errors import ParameterError, StepError
 
-from ..by_hand import EXPECTED, RECORDS, records
+from ..by_hand import RECORDS, records
 
 pytest.importorskip("lightning")
 from lightning import pytorch as lightning
@@ -50,29 +49,6 @@ def test_a_batch_that_is_none_is_not_passed_over(tmp_path, manual, monkeypatch):
     with pytest.raises(StepError, match="collate_fn returned None"):
         trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module, stream(loader))
     assert module.private.history == [] and set(calls) == {RECORDS // 4}
-
-
-def test_loaders_that_lightning_would_join(tmp_path):
-    for loaders, match in (
-        ([loader_of(4)], "give fit.. fastdp.lightning.stream"),
-        ({"a": stream(loader_of(4)), "b": DataLoader(records())}, "the stream alone"),
-    ):
-        with pytest.raises(StepError, match=match):
-            trainer_of(tmp_path, callbacks=[DPCallback()]).fit(module_of(truth=False), loaders)
-
-
-def test_a_distributed_sampler_that_repeats_records(tmp_path):
-    """A process has one record of the others': Lightning puts such samplers into DataLoaders in DDP."""
-    data = torch.utils.data.Subset(records(), range(RECORDS - RECORDS % 2 - 1))
-    for drop_last in (False, True):
-        sampler = DistributedSampler(data, num_replicas=2, rank=0, drop_last=drop_last)
-        module = module_of(truth=False, expected_batch_size=EXPECTED, sample_rate=Q)
-        trainer, loader = trainer_of(tmp_path, callbacks=[DPCallback()]), DataLoader(data, 4, sampler=sampler)
-        if drop_last:
-            trainer.fit(module, loader)
-        else:
-            with pytest.raises(StepError, match="repeats records"):
-                trainer.fit(module, loader)
 
 
 @pytest.mark.parametrize("finder", ["LearningRateFinder", "BatchSizeFinder"])

@@ -128,13 +128,3 @@ def test_what_cannot_be_replaced_stands_in_the_way(tmp_path):
     private(model[0])
     with pytest.raises(ParameterError, match="already has a fastdp engine"):  # a part is another model
         private(model)
-
-
-def test_privatize_replaces_too():
-    model = model_of()
-    steps(private(model), model, 1)
-    plain = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    with replaced("this DPAdagrad takes the place of the DPSGD") as seen:
-        made = fastdp.privatize(plain, model, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
-    assert made.history == [(1.0, 0.1, 1)] and seen[0].filename == __file__
-    steps(made, model, 1)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
-import pickle
 from typing import Any
 
 import pytest
 import torch
 
 import fastdp
-from fastdp.errors import AccountingError, ClippingError, ParameterError, StepError
-from fastdp.mechanisms import DPFTRL, ftrl_loader
+from fastdp.errors import ClippingError, ParameterError
+from fastdp.mechanisms import DPFTRL
 from fastdp.optim.adaptive_clipping import OPTIONS, AdaptiveStep
 from fastdp.optim.private_step import PrivateStep
 
@@ -101,21 +98,6 @@ def test_privatize_says_so_too():
     assert type(plain) is torch.optim.SGD
 
 
-def test_a_loader_says_so_too():
-    records = torch.utils.data.TensorDataset(torch.zeros(10, 2))
-    with pytest.raises(TypeError, match="poisson_loader got an argument .*'expected_batchsize': did you mean 'exp"):
-        fastdp.poisson_loader(records, expected_batchsize=4)
-    with pytest.raises(TypeError, match="ftrl_loader got an argument .*'batchsize': did you mean 'batch_size'"):
-        ftrl_loader(records, batchsize=4)
-    with pytest.raises(TypeError, match=r"'seed': help\(ftrl_loader\) lists"):
-        ftrl_loader(records, batch_size=4, seed=1)
-    with pytest.raises(TypeError, match="'num_worker': did you mean 'num_workers'"):
-        fastdp.poisson_loader(records, sample_rate=0.1, num_worker=1)
-    with pytest.raises(TypeError, match="'lot_size': it is called expected_batch_size here"):
-        fastdp.poisson_loader(records, lot_size=4)
-    assert fastdp.poisson_loader(records, sample_rate=0.1, timeout=0).sample_rate == 0.1
-
-
 def test_a_style_that_is_given_as_clipping():
     with pytest.raises(ClippingError, match="not 'per_layer'; style= says what is clipped together"):
         fastdp.DPSGD(model_of(), noise_multiplier=1.0, clipping="per_layer")
@@ -124,28 +106,19 @@ def test_a_style_that_is_given_as_clipping():
 @each
 def test_what_is_missing_or_given_in_another_way(kind):
     model = model_of()
-    with pytest.raises(TypeError, match="needs noise_multiplier="):
+    with pytest.raises(TypeError, match="missing a required.* argument: 'noise_multiplier'"):
         kind(model, lr=0.1)
-    with pytest.raises(TypeError, match="takes the model first"):
+    with pytest.raises(TypeError, match="missing a required.* argument: 'model'"):
         kind(lr=0.1, noise_multiplier=1.0)
-    with pytest.raises(TypeError, match="model and lr by position.*3 arguments"):
+    with pytest.raises(TypeError, match="too many positional arguments"):
         kind(model, 0.1, 0.9, noise_multiplier=1.0)
-    with pytest.raises(TypeError, match="got 'lr' by position, and by its name again"):
+    with pytest.raises(TypeError, match="multiple values for argument 'lr'"):
         kind(model, 0.1, lr=0.1, noise_multiplier=1.0)
     with pytest.raises(ParameterError, match="the first argument is the model"):
         kind(model.parameters(), lr=0.1)
     made = kind(model=model, lr=None, noise_multiplier=1.0)  # by name; None is torch's default, as ever
     assert made.param_groups[0]["lr"] == inspect.signature(CLASSES[kind]).parameters["lr"].default
     made.detach()
-
-
-def test_what_ftrl_refuses_it_refuses_by_its_own_errors():
-    with pytest.raises(AccountingError, match="nothing is sampled"):
-        DPFTRL(model_of(), lr=0.1, noise_multiplier=1.0, sample_rate=0.1)
-    with pytest.raises(StepError, match="ledger="):
-        DPFTRL(model_of(), lr=0.1, noise_multiplier=1.0, ledger="steps")
-    made = DPFTRL(model_of(), 0.1, noise_multiplier=1.0, momentum=0.5, variance_reduction=False)
-    assert made.param_groups[0]["momentum"] == 0.5 and not made._privacy.noise.reduced
 
 
 class Clipped(fastdp.DPAdamW):
@@ -179,18 +152,6 @@ def test_subclasses_with_options_of_their_own():
     own.detach()
     own = DPOwnAdamW(model, weight_decay=0.01, noise_multiplier=1.0)  # torch's default is not the class's
     assert own.param_groups[0]["weight_decay"] == 0.01
-
-
-def test_options_from_dicts_partials_and_copies():
-    options = dict(lr=0.1, noise_multiplier=1.0, max_grad_norm=2.0)
-    make = functools.partial(fastdp.DPSGD, **options)
-    made = make(model_of(), momentum=0.5)
-    assert made.max_grad_norm == 2.0 and options == dict(lr=0.1, noise_multiplier=1.0, max_grad_norm=2.0)
-    assert pickle.loads(pickle.dumps(fastdp.DPSGD)) is fastdp.DPSGD
-    assert pickle.loads(pickle.dumps(make)).keywords == options
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(ParameterError, match="cannot be copied or pickled"):
-            duplicate(made)
 
 
 @pytest.mark.parametrize(

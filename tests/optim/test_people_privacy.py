@@ -93,24 +93,6 @@ def test_a_bad_record_drops_its_person(keys: str) -> None:
 # --------------------------------------------------------------------------- what may be said, and when
 
 
-def test_keys_are_of_one_batch() -> None:
-    model = nn.Linear(4, 2)
-    engine = PerSampleGradients(model)
-    engine.group_by([0, 0, 1])
-    model(torch.ones(3, 4)).sum(1).mean().backward()
-    assert engine.norms().shape == (2,)
-    with pytest.raises(StepError, match="the previous batch"):
-        model(torch.ones(3, 4)).sum(1).mean().backward()
-    engine.group_by([0, 0, 1, 1])
-    with pytest.raises(StepError, match="4 keys for a batch of 3 records"):
-        model(torch.ones(3, 4)).sum(1).mean().backward()
-    with pytest.raises(StepError):
-        engine.norms()
-    engine.group_by(None)
-    model(torch.ones(3, 4)).sum(1).mean().backward()
-    assert engine.norms().shape == (3,)
-
-
 def test_the_persons_are_those_of_the_forward() -> None:
     """Said again between forward and backward: of the next batch."""
     model, x = nn.Linear(4, 2), torch.randn(3, 4)
@@ -138,14 +120,6 @@ def test_persons_said_after_the_forward_are_refused() -> None:
     model(torch.randn(3, 4)).square().sum().backward()
     optimizer.step()
     assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() <= 1e-3
-
-
-@pytest.mark.parametrize("bad", [None, math.nan])
-def test_a_missing_key(bad) -> None:
-    with pytest.raises(ValueError, match="record 1 has no key"):
-        PerSampleGradients(nn.Linear(2, 2)).group_by([1, bad, 1])
-    with pytest.raises(ValueError, match="cannot be compared"):
-        PerSampleGradients(nn.Linear(2, 2)).group_by([[1], [2]])
 
 
 def test_a_person_in_two_backwards_of_a_step_is_refused() -> None:
