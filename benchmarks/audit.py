@@ -18,7 +18,7 @@ from fastdp.utils.progress_bar import Bar
 from tests.audit import audit_right
 from tests.audit.audit_zoo import PLANTED
 
-from .tables import between, read_rows, table
+from .tables import between, read_rows
 from .timing import append, commit
 
 ROOT = Path(__file__).parent.parent
@@ -94,16 +94,14 @@ def alarms(rows: list[Row]) -> str:
 
 
 def detections(rows: list[Row]) -> str:
-    """Of each test: the planted bugs that it is to find, at how many seeds it did, and which it missed at some."""
-    head = ["test", "bugs planted for it", "found", "missed at some seeds"]
-    lines = []
+    """How many bugs are planted for each test, and which it missed at some seeds."""
+    planted, missed = [], []
     for test in TESTS:
         mine = [row for row in rows if row["kind"] == "bug" and test in PLANTED[row["name"]][1]]
+        planted.append(f"{test} {len(mine)}")
         pairs = [(row["name"], int(row[test].replace("-", "0")), int(row["seeds"])) for row in mine]
-        missed = ", ".join(f"{name} ({found} of {seeds})" for name, found, seeds in pairs if found < seeds)
-        total = f"{sum(found for _, found, _ in pairs)} of {sum(seeds for *_, seeds in pairs)}"
-        lines.append([test, str(len(mine)), total, missed])
-    return table(head, lines)
+        missed += [f"- {test}: {name}, {found} of {seeds}" for name, found, seeds in pairs if found < seeds]
+    return "\n".join([f"Bugs planted for each test: {', '.join(planted)}.", "", *(missed or ["None was missed."])])
 
 
 def summary(rows: list[Row]) -> str:

@@ -204,13 +204,12 @@ def accounting(asked: Sequence[Row], rows: Sequence[Row]) -> str:
     lines = []
     mine = [row for row in rows if row["experiment"] == "accounting"]
     for case in dict.fromkeys(row["case"] for row in mine):
-        row = [row for row in mine if row["case"] == case][-1]
         found = [ours(mine, "accounting", case, f"epsilon_{name}") for name in ("gdp", "rdp", "prv")]
         spent = [number("epsilon", each.values[-1]) if each else "" for each in found]
         said = [theirs(r) for r in asked if (r["experiment"], r["case"]) == ("accounting", case)]
         spent = [*(said or ["not stated"])[:1], *spent]
-        lines.append([case, *(row[name] for name in ("sigma", "batch", "train_records", "epochs", "delta")), *spent])
-    return table(("setting", "sigma", "batch", "records", "epochs", "delta", "paper", "GDP", "RDP", "PRV"), lines)
+        lines.append([case, *spent])
+    return table(("setting", "paper", "GDP", "RDP", "PRV"), lines)
 
 
 def membership(asked: Sequence[Row], rows: Sequence[Row]) -> str:

@@ -81,14 +81,19 @@ def _short(value: Any) -> str:
 
 
 def table(fields: dict[str, Field]) -> str:
-    """Return the fields as a table in Markdown, with the refused ones first and those of one remark together."""
+    """Return the fields as a table in Markdown, with the refused ones first and those of one remark together.
+
+    If all are of one kind, no column says so.
+    """
     order = ("refused", "supported", "no effect")
     rows: dict[tuple[str, str], list[str]] = {}
     for name, field in fields.items():
         rows.setdefault((field.status, field.why), []).append(f"`{name}`")
-    lines = ["| field | | remark |", "| --- | --- | --- |"]
+    several = len({kind for kind, _ in rows}) > 1
+    lines = ["| field | | remark |", "| --- | --- | --- |"] if several else ["| field | remark |", "| --- | --- |"]
     for status in order:
-        lines += [f"| {', '.join(names)} | {kind} | {why} |" for (kind, why), names in rows.items() if kind == status]
+        said = f" {status} |" if several else ""
+        lines += [f"| {', '.join(names)} |{said} {why} |" for (kind, why), names in rows.items() if kind == status]
     return "\n".join(lines)
 
 

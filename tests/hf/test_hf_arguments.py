@@ -32,6 +32,8 @@ def test_the_tables_in_the_documentation(kind):
     """All fields that are refused, also those of subclasses."""
     page = Path(__file__).parent.parent.parent / "docs" / "huggingface.md"
     shown = {n: field for n, field in argument_table.TABLES[kind].items() if field.status == "refused"}
+    if kind == "DPOConfig":  # the page refers to SFTConfig's for what both refuse
+        shown = {n: field for n, field in shown.items() if field != argument_table.SFT.get(n)}
     assert arguments.table(shown) in page.read_text(encoding="utf-8")
 
 
