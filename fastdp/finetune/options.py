@@ -63,7 +63,7 @@ POSITIVE = number(float, 0, open_low=True)
 
 # fmt: off
 RUN: dict[str, dict[str, Any]] = {
-    "model": dict(metavar="MODEL", help="a folder that save_pretrained() or the hub wrote, or a hub name"),
+    "model": dict(metavar="MODEL", help="a folder that save_pretrained() or the hub wrote, a GGUF file, or a hub name"),
     "data": dict(metavar="DATA", type=Path,
                  help="the records to train on: CSV, TSV, JSONL, Parquet, CoNLL or text; or a folder of images"),
     "--task": dict(choices=tuple(TASKS), required=True,
