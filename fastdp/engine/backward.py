@@ -27,7 +27,7 @@ from .layerwise import ByGroup, LayerwiseSums
 from .memory_budget import Replays, Rerun
 from .multiple_forwards import MultipleForwards
 from .ordinary_gradients import ForeignParameters, UncapturedUses
-from .repeated_backward import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
+from .repeated_backward import Arrived, Like, begin, keep, like, record_call, record_kept
 from .tracked_parameters import Tracked
 from .unused_batches import Known
 from .unused_batches import of as batch_taken
@@ -290,7 +290,7 @@ class Backward:
         if self.planner.memory_budget is not None and self.planner.exceeds(self.planner.adds(*use.data())):
             use = self.replays.drop_data(use, self._recording, self.uses_of)
         tape = self._tape
-        if keep_use(tape, use, self.record):
+        if keep(tape, use, None, self.record):
             return
         if tape.calls is not None:
             tape.calls.append(Arrived(use, 1, None))
@@ -308,7 +308,7 @@ class Backward:
         tape = self._tape
         if tape is None or self.rerun.collect is not None:
             call.record_rows(given[0], call.rows(*given))
-        elif not keep_call(tape, call, given, self.record):
+        elif not keep(tape, call, given, self.record):
             record_call(tape, call, given, call.rows(*given))
 
     def _early(self) -> LayerwiseSums | None:
@@ -358,7 +358,7 @@ class Backward:
             self.several.end()
             self.ended()
         self.uncaptured.check(self.last_use_of)
-        if tape.like is not None and not is_like(tape, self.tracked.current()):
+        if tape.like is not None and not tape.like.is_whole(tape, self.tracked.current()):
             self._tape = tape  # (the next forward drops it, should this fail)
             record_kept(tape, self.record)
             self._tape = None

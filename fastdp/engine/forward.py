@@ -255,26 +255,19 @@ class Forward(Engine):
         if not here.entered:
             return None
         started = here.entered.pop()
-        if not isinstance(started, Pass):
-            if here.active is not None and here.active.stack:
-                here.active.stack.pop()
-            if isinstance(started, Block):
-                started.inner.__exit__(None, None, None)
-                started.watch(nested_tensors(out))
-            elif isinstance(started, PublicForward):
-                started.leave(out)
-            elif isinstance(started, Stateful):
-                started.end(raised=out is None and sys.exc_info()[1] is not None)
-            elif started is not None:
-                started.end()
-            return None
-        if out is None and isinstance(error := sys.exc_info()[1], FastDPError):
-            self.backward.refused(error)
-        try:
-            return self._leave_pass(path, started, out)
-        except FastDPError as error:
-            self.backward.refused(error)
-            raise
+        if isinstance(started, Pass):
+            if out is None and isinstance(error := sys.exc_info()[1], FastDPError):
+                self.backward.refused(error)
+            try:
+                return self._leave_pass(path, started, out)
+            except FastDPError as error:
+                self.backward.refused(error)
+                raise
+        if here.active is not None and here.active.stack:
+            here.active.stack.pop()
+        if started is not None:
+            started.leave(out)
+        return None
 
     def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:
         """The outermost forward ends. Returns what to put in place of its result, or None."""

@@ -120,28 +120,26 @@ class LossTracking(TorchFunctionMode):
             weighted = self._weighted(roots, given)
             problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
         engines = list(ENGINES)
-        guard_graph([engine.owner for engine in engines], roots)
-        for engine in engines:
-            engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
-        failed = True
-        refused: list[Exception] = []
+        guard_graph([each.owner for each in engines], roots)
+        for each in engines:
+            each.backward_begins(problem, list(tensors_in(roots)), self.batch)
+        failed: BaseException | None = None
         try:
-            out = func(*args, **kwargs)
-            failed = False
-            return out
-        except Exception as error:
-            refused.append(error)
+            return func(*args, **kwargs)
+        except BaseException as error:
+            failed = error
             raise
         finally:
-            reached = [engine for engine in engines if engine.backward.was_reached()]
-            for problem_met in refused:
+            reached = [each for each in engines if each.backward.was_reached()]
+            if isinstance(failed, Exception):
                 for each in reached or ([] if engine is None else [engine]):
-                    each.backward.broken(problem_met)
-                for each in reached if isinstance(problem_met, FastDPError) else ():
-                    each.backward.refused(problem_met)
-            if reached:  # else it was of something else
-                if failed or self.moment.owner is LOADERS or not self.what.waits():
-                    self.turn()
+                    each.backward.broken(failed)
+            if isinstance(failed, FastDPError):
+                for each in reached:
+                    each.backward.refused(failed)
+            # if it was of nothing else
+            if reached and (failed is not None or self.moment.owner is LOADERS or not self.what.waits()):
+                self.turn()
 
     def _choose(self, roots: Sequence[Tensor]) -> None:
         """Of the batches that wait, follow the one of whose outputs these are."""

@@ -79,8 +79,10 @@ class Block:
         self._random: States = {}
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
-    def watch(self, outputs: list[Tensor]) -> None:
-        """Keep the gradients that arrive at the outputs."""
+    def leave(self, out: Any) -> None:
+        """The forward ends: keep the gradients that arrive at the outputs."""
+        self.inner.__exit__(None, None, None)
+        outputs = nested_tensors(out)
         with torch._C.DisableTorchFunction():  # an engine's mode is on, which follows the hooks of users
             for tensor in outputs:
                 place = len(self.grads)

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
 from fastdp.ops import cuda
-
-from .test_streams import Net
 
 triton = pytest.importorskip("triton")
 from fastdp.kernels import clipped, conv, linear, many, norm, rows, segments  # noqa: E402
@@ -119,41 +116,6 @@ def test_compiled_kernels_are_given_the_current_stream(monkeypatch: pytest.Monke
 
 
 # ---------------------------------------------------------------------- on a GPU
-
-
-@ON_GPU
-@pytest.mark.parametrize("where", ["forward", "both"])
-def test_a_side_stream_on_a_gpu(where: str) -> None:
-    """The gradient of the first layer comes late, on the stream of the forward; norms and sums are right."""
-    x, labels = torch.randn(6, 5), torch.randint(0, 3, (6,))
-
-    def norms_and_sums(model: nn.Module, x: Tensor, labels: Tensor, late: bool) -> list[Tensor]:
-        engine = fastdp.PerSampleGradients(model)
-        if late:
-            cycles = 200_000_000
-            model.first.register_forward_hook(  # type: ignore[union-attr]
-                lambda module, args, out: out.register_hook(lambda grad: torch.cuda._sleep(cycles)) and None
-            )
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                loss = F.cross_entropy(model(x), labels)
-                if where == "both":
-                    loss.backward()
-            if where == "forward":
-                loss.backward()
-            else:
-                torch.cuda.current_stream().wait_stream(side)
-        else:
-            F.cross_entropy(model(x), labels).backward()
-        norms = engine.norms()
-        return [norms.cpu(), *[value.cpu() for value in engine.clipped_sum(torch.ones_like(norms)).values()]]
-
-    want = norms_and_sums(Net(), x, labels, False)
-    for _ in range(3):
-        found = norms_and_sums(Net().cuda(), x.cuda(), labels.cuda(), True)
-        for value, right in zip(found, want, strict=True):
-            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
 
 
 def sleep_before_gradients(module: nn.Module, cycles: int = 200_000_000) -> None:
