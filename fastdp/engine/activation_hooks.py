@@ -70,9 +70,6 @@ class LookingHook:
     def __reduce__(self) -> Any:
         return (_plain, (self.hook,))  # copies and pickles of what is hooked have the user's own
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.hook
-
     def __call__(self, *given: Any) -> Any:
         grads = tensors_in(given)
         before = [(grad, grad.detach().clone()) for grad in grads]

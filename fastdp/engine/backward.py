@@ -24,7 +24,7 @@ from .forward_record import PRIVATE_GRAPH, UNSEEN, Expected, ForwardRecord, Pass
 from .forward_threads import two_backwards
 from .gradients import Gradients, check_unwritten
 from .layerwise import ByGroup, LayerwiseSums
-from .memory_budget import Replays, Rerun
+from .memory_budget import Replays
 from .multiple_forwards import MultipleForwards
 from .ordinary_gradients import ForeignParameters, UncapturedUses
 from .repeated_backward import Arrived, Like, begin, keep, like, record_call, record_kept
@@ -78,8 +78,7 @@ class Backward:
         self.public = 0  # within so many `public()`: nothing is recorded
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
-        self.rerun = Rerun()
-        self.replays = Replays(self.rerun)
+        self.replays = Replays()
         # which elements captured calls used of each parameter since the last backward
         self.uses_of: dict[int, list[tuple[int, int]]] = {}
         self._counted = False  # whether these are all, of the forwards that no backward has gone through
@@ -208,7 +207,7 @@ class Backward:
 
     def begin_record(self, forward_pass: PassRecord, path: str) -> bool:
         """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
-        if self.rerun.collect is not None:
+        if self.replays.collect is not None:
             return True  # a block runs again
         self._recording = path
         known, task = self._tape, torch._C._current_graph_task_id()
@@ -280,9 +279,9 @@ class Backward:
 
     def record(self, use: ParameterUse) -> None:
         """Keep a use until the end of backward."""
-        if self.rerun.collect is not None:
+        if self.replays.collect is not None:
             with torch.no_grad():
-                self.rerun.collect(use)
+                self.replays.collect(use)
             return
         if self._unasked:  # torch.autograd.grad(loss, inputs), say, which leaves parameters' .grad alone
             return
@@ -306,7 +305,7 @@ class Backward:
     def arrived(self, call: Captured, given: Given) -> None:
         """The backward of a call whose uses are known by rows of these data."""
         tape = self._tape
-        if tape is None or self.rerun.collect is not None:
+        if tape is None or self.replays.collect is not None:
             call.record_rows(given[0], call.rows(*given))
         elif not keep(tape, call, given, self.record):
             record_call(tape, call, given, call.rows(*given))
@@ -318,11 +317,7 @@ class Backward:
             return None
         assert self.by_group is not None
         groups = self.by_group.groups()
-        return (
-            LayerwiseSums(self.by_group, groups, self.uses_of, self.planner, self.mean, self._early_plans)
-            if groups
-            else None
-        )
+        return LayerwiseSums(self.by_group, groups, self.uses_of, self.planner, self.mean) if groups else None
 
     # ------------------------------------------------------------------ its end
 
@@ -346,7 +341,8 @@ class Backward:
 
     def _finish(self) -> Gradients | None:
         tape, self._tape = self._tape, None
-        self.replays, self.uses_of, self._counted = Replays(self.rerun), {}, False
+        self.replays.begin()
+        self.uses_of, self._counted = {}, False
         self._open_forwards, doubts = max(0, self._open_forwards - 1), self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False

@@ -165,7 +165,7 @@ class Forward(Engine):
         if backward.tracked.is_sharded:
             refuse_hooks({name: backward.tracked.part(p) for name, p in named.items()})
         tracked = {id(p): name for name, p in named.items()}
-        if recomputing and backward.rerun.collect is None and path in backward.replays.blocks:
+        if recomputing and backward.replays.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
         moment = self._last_moment() if recomputing else None
         active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
@@ -204,7 +204,7 @@ class Forward(Engine):
 
     def runs_again(self) -> bool:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
-        return torch._C._current_graph_task_id() != -1 or self.backward.rerun.collect is not None
+        return torch._C._current_graph_task_id() != -1 or self.backward.replays.collect is not None
 
     @contextlib.contextmanager
     def again(
@@ -283,7 +283,7 @@ class Forward(Engine):
                 refuse_filled(self.model)
         if not any(tensor.requires_grad for tensor in nested_tensors(out)):
             COLLECTOR.end(self.backward)  # no backward will
-        if self.backward.rerun.collect is not None:
+        if self.backward.replays.collect is not None:
             return None
         apart = outputs_apart(out, self._is_guess)
         unseen = Layout(self.batch, mixed=started.unseen) if started.unseen else None

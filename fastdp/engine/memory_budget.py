@@ -150,19 +150,15 @@ class Replayed(ParameterUse):
         return torch.stack(rows)
 
 
-class Rerun:
-    """The block that runs a second time, if one does, and what takes its uses."""
+class Replays:
+    """The blocks of one forward, and the sums that their second runs give. collect: takes the uses of a second run."""
 
     def __init__(self) -> None:
-        self.block: Block | None = None
         self.collect: Callable[[ParameterUse], None] | None = None
+        self.begin()
 
-
-class Replays:
-    """The blocks of one forward, and the sums that their second runs give."""
-
-    def __init__(self, rerun: Rerun) -> None:
-        self.rerun = rerun
+    def begin(self) -> None:
+        """What comes is of other forwards."""
         self.blocks: dict[str, Block] = {}
         self._last: tuple[Block, Tensor, dict[Part, Tensor]] | None = None  # of one block at a time
 
@@ -205,11 +201,11 @@ class Replays:
                 _check_same(block, use.name, before, now, low or use.operand.dtype.itemsize < 4)
                 found[part] = use.clipped_sum(factors.to(before.device) * _at_most(before, now))
 
-        self.rerun.collect, self.rerun.block = collect, block
+        self.collect = collect
         try:
             block.run()
         finally:
-            self.rerun.collect, self.rerun.block = None, None
+            self.collect = None
         if found.keys() != block.norm_sq.keys():
             raise StepError(_unrepeated(block.path, "parameters that it used before had no gradient the second time"))
         self._last = (block, factors, found)
