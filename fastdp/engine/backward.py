@@ -317,7 +317,8 @@ class Backward:
             return None
         assert self.by_group is not None
         groups = self.by_group.groups()
-        return LayerwiseSums(self.by_group, groups, self.uses_of, self.planner, self.mean) if groups else None
+        plans = self._early_plans
+        return LayerwiseSums(self.by_group, groups, self.uses_of, self.planner, self.mean, plans) if groups else None
 
     # ------------------------------------------------------------------ its end
 
