@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import fastdp
 from fastdp import PerSampleGradients
 from fastdp.errors import FastDPError, SampleMixingError, StepError
-from fastdp.utils.garbage_collection import MANY
 
 from .. import cases
 from ..truth import norms_of, truth
@@ -189,27 +188,6 @@ def test_counts_of_objects_stay() -> None:
     counts = [steps(3), steps(50), steps(50)]  # (a cache that is full, and is cleared, may fall into one of two rounds)
     changes = [max(abs(new - old) for new, old in zip(*pair, strict=True)) for pair in itertools.pairwise(counts)]
     assert min(changes) < 40, counts  # of some 250 calls
-
-
-def test_the_collector_waits_in_a_forward_and_only_there() -> None:
-    before, seen = gc.get_threshold(), []
-
-    def way(m: Layers, x: Tensor) -> Tensor:
-        seen.append(gc.get_threshold()[0])
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        return m.a(x)
-
-    model = Layers(way)
-    PerSampleGradients(model)
-    for number in range(3):
-        if number == 1:
-            with pytest.raises(KeyboardInterrupt):
-                model(data())
-        else:
-            losses(model, data()).mean().backward()
-        assert gc.get_threshold() == before or number == 1  # what was interrupted ends when the next forward begins
-    assert seen == [MANY] * 3
 
 
 def test_gradients_of_chosen_tensors_record_nothing() -> None:

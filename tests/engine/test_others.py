@@ -153,12 +153,3 @@ def test_a_sample_rate_far_below_batch_by_records_is_warned_of_once():
     assert rated(0.1) == [] and rated(0.08) == [] and rated(1.0) == []
     assert len(rated(0.04)) == 1
     assert rated(1 / 11, records=601) == []
-
-
-@pytest.mark.parametrize("rate, size, told", [(0.01, 50, 1), (0.01, 40, 1), (0.1, 50, 0), (0.1, 40, 0)])
-def test_a_larger_loader_that_stands_still_does_not_hide_a_rate_that_is_too_low(rate, size, told):
-    """An open iteration over a validation set, say."""
-    other = iter(DataLoader(TensorDataset(torch.randn(100_000, 4)), batch_size=size))
-    next(other)
-    assert len(rated(rate, records=400, batch=40)) == told
-    next(other)

@@ -169,17 +169,6 @@ def plainly(given: Callable[[], Any]) -> Tensor:
     return step_of(model, ids.to(next(model.parameters()).device), optimizer)
 
 
-def aside(given: Callable[[], Any]) -> Tensor:
-    """Forward, backward and step on a side stream, whose results the caller's stream waits for."""
-    model, ids, optimizer = given()
-    side, ids = torch.cuda.Stream(), ids.cuda()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        norms = step_of(model, ids, optimizer)
-    torch.cuda.current_stream().wait_stream(side)
-    return norms
-
-
 def half_aside(given: Callable[[], Any]) -> Tensor:
     """The forward alone on a side stream: norms, sums and noise run on the caller's, which must wait."""
     model, ids, optimizer = given()
@@ -219,7 +208,7 @@ def prefetched(given: Callable[[], Any]) -> Tensor:
 
 @ON_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("run", [aside, half_aside, prefetched])
+@pytest.mark.parametrize("run", [half_aside, prefetched])
 def test_kernels_wait_for_what_they_read(run: Callable[[Any], Any], dtype: torch.dtype) -> None:
     """By Triton and CUDA C++, with gradients that come late: the same steps, bit by bit, as on one stream."""
     want, found = steps("cuda", dtype, plainly), steps("cuda", dtype, run)
