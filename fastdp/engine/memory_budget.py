@@ -89,7 +89,7 @@ class Block:
                 self.grads.append(None)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
-            inputs = [tensor for ref in self.inputs if (tensor := ref()) is not None]
+            inputs = [given for ref in self.inputs if (given := ref()) is not None]
             self.outlived = self.inner.outlives([*inputs, *outputs])
         self.inner = Inner()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -235,7 +235,7 @@ class Like:
             return None
         return Kept(what, None, _data(what))
 
-    def is_whole(self, tape: ForwardRecord, current: Collection[int]) -> bool:
+    def is_whole(self, tape: ForwardRecord, current: set[int]) -> bool:
         """Whether all has arrived. current: ids of the model's parameters."""
         same = len(tape.kept) == len(self._expected) and tape.batch == self._batch
         return same and tape.people is None and self._of.keys() <= current
