@@ -177,7 +177,7 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
     while waiting:
         node = waiting.pop()
         for register in (node.register_prehook, node.register_hook):
-            handle = register(_looks)  # torch tells of a node's hooks only to who adds one
+            handle = register(_plain)  # torch tells of a node's hooks only to who adds one
             hooks: Any = handle.hooks_dict_ref()
             handle.remove()
             for number, hook in list(hooks.items()):
@@ -188,7 +188,3 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-def _looks(*_: Any) -> None:
-    return None

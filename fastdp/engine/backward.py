@@ -90,7 +90,7 @@ class Backward:
         self._before: Like | None = None  # what the last backward was, if one like it needs only its data
         self._doubts = Inbox()
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
-        self._open_forwards = 0  # that no backward has gone through yet
+        self.open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
         self._ended_once = False  # the end of this backward waits for others'
         self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
@@ -98,11 +98,11 @@ class Backward:
     def forward_begins(self) -> None:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
         if self.owner is not None:
-            self.owner.begins(self._open_forwards == 0)
-        self._counted = self._counted or (self._open_forwards == 0 and not self.uses_of)
+            self.owner.begins(self.open_forwards == 0)
+        self._counted = self._counted or (self.open_forwards == 0 and not self.uses_of)
         if self._tape is not None:
             self._doubts.take()  # of a backward that failed
-        self._open_forwards += 1
+        self.open_forwards += 1
         self._tape = None
         self.uncaptured.note_grads()
         self.others.begin()
@@ -118,10 +118,6 @@ class Backward:
         self.looks_at(given)
         _BEGUN[0] += 1
         self._hand_over(gradients)
-
-    def open_forwards(self) -> int:
-        """Forwards that no backward has gone through yet."""
-        return self._open_forwards
 
     def is_running(self) -> bool:
         """Whether a backward has reached the model (or has failed there, and no forward followed)."""
@@ -275,7 +271,7 @@ class Backward:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
         first = not forward_pass.count and not tape.recomputed
         tape.recomputed = tape.recomputed or first
-        return first and self._open_forwards < 1
+        return first and self.open_forwards < 1
 
     def record(self, use: ParameterUse) -> None:
         """Keep a use until the end of backward."""
@@ -344,7 +340,7 @@ class Backward:
         tape, self._tape = self._tape, None
         self.replays.begin()
         self.uses_of, self._counted = {}, False
-        self._open_forwards, doubts = max(0, self._open_forwards - 1), self._doubts.take()
+        self.open_forwards, doubts = max(0, self.open_forwards - 1), self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False
         if tape is not None and tape.problem is not None:

@@ -118,7 +118,9 @@ class LossTracking(TorchFunctionMode):
                 refuse_filled(engine.model)
         if engine is not None and self.batch > 1:
             weighted = self._weighted(roots, given)
-            problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
+            problem = problem_of(
+                weighted, self.batch, self.what.mixed, self.labels, engine.people is not None, engine.mean
+            )
         engines = list(ENGINES)
         guard_graph([each.owner for each in engines], roots)
         for each in engines:
@@ -291,12 +293,6 @@ class LossTracking(TorchFunctionMode):
         return found
 
 
-def current() -> LossTracking | None:
-    """What is followed in this thread."""
-    found: LossTracking | None = getattr(_HERE, "following", None)
-    return found
-
-
 def start(
     batch: int,
     moment: Generation,
@@ -321,9 +317,9 @@ def start(
 
 def pause() -> None:
     """A forward begins: what is followed now waits until it has ended. (What loaders hand out ends there.)"""
-    found = current()
+    found = present()
     waiting: list[TrackedLoss] = getattr(_HERE, "waiting", [])
-    if found is not None and not found.over:
+    if found is not None:
         waiting = [*found.waiting, found.what]
     _HERE.waiting = [what for what in waiting if what.moment.owner is not LOADERS and what.waits()][-_WAITING:]
     _end()
@@ -335,7 +331,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def present() -> LossTracking | None:
     """What is followed in this thread and not over."""
-    found = current()
+    found: LossTracking | None = getattr(_HERE, "following", None)
     return None if found is None or found.over else found
 
 
@@ -363,7 +359,7 @@ def take_up(found: LossTracking | None) -> None:
 
 def sweep() -> None:
     """Take away what a backward has ended."""
-    if (found := current()) is not None and found.over:
+    if present() is None:
         _HERE.following = None
     remove_over()
 
@@ -375,7 +371,7 @@ def stop() -> None:
 
 
 def _end() -> None:
-    if (found := current()) is not None:
+    if (found := present()) is not None:
         found.finish()
-        _HERE.following = None
+    _HERE.following = None
     remove_over()
