@@ -166,6 +166,11 @@ def test_steps_are_those_of_uses_recorded_one_by_one(monkeypatch: pytest.MonkeyP
 # --------------------------------------------------------------------------- what changes between steps
 
 
+def cut_off(m: Layers, x: Tensor) -> Tensor:
+    """The same calls from the end on, and then none."""
+    return m.b(F.dropout(torch.relu(m.norm(m.a(x)).detach().requires_grad_()), 0.0))
+
+
 def time_first(m: Layers, x: Tensor) -> Tensor:
     h = m.a(x).tanh().transpose(0, 1) * torch.linspace(0.5, 1.5, T).view(T, 1, 1)
     return m.b(h.transpose(0, 1))
@@ -234,11 +239,24 @@ def test_what_changes_between_steps_is_seen() -> None:
 def test_another_way_through_the_same_shapes() -> None:
     engine = PerSampleGradients(Layers(plainly))
     one, other = convolutions(1), convolutions(2)
-    for way in (plainly, time_first, by_rows, attention, alike, other_module, one, one, other, other, one,
-                without_grad_before, checkpointed, again, time_first, plainly, by_rows):  # fmt: skip
+    for way in (plainly, cut_off, plainly, time_first, by_rows, attention, alike, other_module, one, one, other, other,
+                one, without_grad_before, checkpointed, again, time_first, plainly, by_rows):  # fmt: skip
         engine.model.way = way
         for _ in range(2):
             assert_step(engine, data(), losses)
+
+
+def test_other_sizes_losses_and_frozen_layers_are_recorded_anew() -> None:
+    model = Layers(lambda m, x: torch.cat([m.c(h := m.norm(m.a(x))), m.b(h)], -1)).double()
+
+    def half(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[..., :D].square().flatten(1).mean(1)
+
+    engine = PerSampleGradients(model)
+    kinds = ((4, losses, 0), (4, losses, 0), (4, half, 0), (2, losses, 0), (4, losses, 1), (4, losses, 1), (1, half, 0))
+    for size, loss, frozen in (*kinds, (4, losses, 0), (6, losses, 0), (2, losses, 0)):
+        model.b.weight.requires_grad_(not frozen)
+        assert_step(engine, data(size).double(), loss, rtol=1e-6)
 
 
 def test_autocast_is_part_of_a_known_call() -> None:
