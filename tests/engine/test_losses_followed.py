@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 
 import numpy as np
@@ -13,9 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.batch_axis import tensor_notes
-from fastdp.batch_axis.layout import Layout
-from fastdp.engine import loss_tracking
 from fastdp.errors import BatchReadWarning, LossReductionWarning, SampleMixingError
 
 from ..programs_by_hand import C, D, Program, WithLoss, assert_norms_of_single_samples, run, truth
@@ -233,25 +229,6 @@ def test_targets_that_mix_samples_are_refused() -> None:
         consistency(model, x, torch.randn(6, 5, D), torch.ones(6, 5) > 0, torch.randint(0, 9, (6, 3))).backward()
 
 
-def test_nothing_stays_behind() -> None:
-    model = Program(same)
-    optimizer = fastdp.DPSGD(
-        model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=6
-    )
-    for _ in range(2):
-        model(torch.randn(6, D)).square().sum(1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert not torch.overrides._get_current_function_mode_stack()
-    model(torch.randn(6, D))  # no backward
-    assert not torch.overrides._get_current_function_mode_stack()  # its graph is gone
-    with torch.device("cpu"):
-        out = model(torch.randn(6, D))
-    assert len(torch.overrides._get_current_function_mode_stack()) == 1 and out.requires_grad
-    optimizer.detach()
-    assert not torch.overrides._get_current_function_mode_stack()
-
-
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "budget"])
 def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
     class Block(nn.Module):
@@ -271,23 +248,6 @@ def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
         losses.mean().backward()
         optimizer.step()
         assert not torch.overrides._get_current_function_mode_stack()
-
-
-def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
-    """Copies of weights are no labels, and labels made by hand are no numbers by place, later on."""
-    waiting = nn.Linear(3, 2)
-    fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
-    out = waiting(torch.randn(4, 3))  # no backward
-    tensor_notes.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
-    saved = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter, values in zip(model.parameters(), saved, strict=True):
-        parameter.data.mul_(0.5).add_(values, alpha=0.5)
-    x, y = torch.randn(4, 3), torch.zeros(4, 4)
-    y[torch.arange(4), torch.tensor([0, 2, 1, 1])] = 1.0
-    y[2] = 0.0
-    assert loss_tracking.current() is not None and out.requires_grad
-    assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
 
 
 def test_numbers_by_place_from_before_the_forward_are_seen_of_a_loaders_batches() -> None:
@@ -315,33 +275,3 @@ def test_other_modes_may_begin_within_and_end_after() -> None:
         with torch.device("cpu"):
             out = model(torch.randn(6, D))
         out.mean(0).square().sum().backward()
-
-
-def test_two_engines_in_one_loss() -> None:
-    """A generator and a discriminator, each private."""
-    one, two = nn.Linear(D, D), nn.Linear(D, 1)
-    first, second = fastdp.PerSampleGradients(one), fastdp.PerSampleGradients(two)
-    for _ in range(2):
-        fake = one(torch.randn(6, D))
-        F.softplus(two(fake.detach())).mean().backward()
-        assert second.norms().shape == (6,)
-        F.softplus(-two(fake)).mean().backward()
-        assert first.norms().shape == (6,)
-
-
-def test_beside_a_default_device() -> None:
-    model = Program(same)
-    engine = fastdp.PerSampleGradients(model)
-    torch.set_default_device("cpu")
-    try:
-        out = model(torch.randn(6, D))
-        torch.set_default_device("cpu")
-        with pytest.raises(SampleMixingError):
-            out.mean(0).square().sum().backward()
-        model(torch.randn(6, D))
-    finally:
-        torch.set_default_device(None)
-        with contextlib.suppress(AttributeError):  # torch 2.9 would ask this None for its device from now on
-            del torch._GLOBAL_DEVICE_CONTEXT.device_context
-    engine.detach()
-    assert not torch.overrides._get_current_function_mode_stack()
