@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from . import generations
-from .generations import Generation, is_forgotten, is_past, pickled, unpickled
+from .generations import Generation, is_forgotten, is_past, nothing
 from .host_values import at, in_some_order, made_known, numbered, on_host, same_numbers
 from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, OF_LABELS, PRESUMED, RELAID, TAGGED_AT, TOKEN, hold, storage_of
 
@@ -143,9 +143,7 @@ class Layout(NamedTuple):
         return self
 
     def __reduce__(self) -> Any:
-        """As a number: a tensor loaded again is of no running engine (unless it is the same batch still), and must load
-        without fastdp, also where only weights may be loaded."""
-        return pickled(self)
+        return nothing()
 
     def same_rows(self, other: Layout, device: torch.device) -> bool:
         """Whether the rows of both belong to the same samples in the same order, wherever they lie."""
@@ -230,7 +228,7 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
 def layout_on(tensor: Tensor) -> Layout | None:
     """The layout written on the tensor, of whatever batch."""
     found = tensor.__dict__.get(LAYOUT)
-    return found if found is None or type(found) is Layout else unpickled(found)
+    return found if type(found) is Layout else None  # (else pickled, and loaded again)
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
@@ -238,9 +236,9 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     notes = tensor.__dict__
     layout = notes.get(LAYOUT)
     if layout is not None:
-        if type(layout) is not Layout:
-            layout = unpickled(layout)
-        if layout is not None and (moment := notes[MOMENT]) is not generations.current:
+        if type(layout) is not Layout:  # pickled, and loaded again
+            layout = None
+        elif (moment := notes[MOMENT]) is not generations.current:
             if is_past(moment):
                 return None if PRESUMED in notes else stale_layout(tensor, batch)
             if is_forgotten(moment, layout):

@@ -97,7 +97,6 @@ wrong(
     "z = torch.frombuffer(bytearray(h.detach().contiguous().numpy().tobytes()), dtype=h.dtype)\n"
     "h = h - z.view_as(h).mean(0)",
 )
-wrong("pickled", "import pickle\nz = pickle.loads(pickle.dumps(h.detach()))\nh = h - z.mean(0)")
 wrong("torch.tensor of items", "h = h * torch.tensor([float(v) for v in h.detach().flatten(1).sum(1)]).to(h).mean()")
 wrong("out=", "z = torch.empty(h.shape[1:], dtype=h.dtype)\ntorch.mean(h.detach(), 0, out=z)\nh = h - z")
 wrong("copy_ into a constant", "z = torch.zeros(h.shape[1:], dtype=h.dtype)\nz.copy_(h.detach().mean(0))\nh = h - z")
