@@ -123,7 +123,7 @@ class Layout(NamedTuple):
         """A sample's tensor as `size` rows along a dimension, all of that sample; other layouts as they are."""
         if self.alone < 0:
             return self
-        owner = torch.full((size,), self.alone, device=device)
+        owner = made_known(torch.full((size,), self.alone, device=device), lambda: torch.full((size,), self.alone))
         order = torch.zeros_like(owner) if self.size_from_data else None
         return self._replace(dim=dim, owner=owner, order=order, alone=-1, size_from_data=False)
 
@@ -342,8 +342,10 @@ def owner_of(layout: Layout) -> int:
     """The one sample of a tensor, or -1."""
     if layout.mixed or layout.alone >= 0:
         return -1 if layout.mixed else layout.alone
+    if layout.owner is None or not is_one(layout.owner):
+        return -1
     whole = layout.order is None or is_one(layout.order)  # rows of several groups have an order of their own
-    return int(layout.owner[0]) if layout.owner is not None and whole and is_one(layout.owner) else -1
+    return int(in_some_order(layout.owner)[0]) if whole else -1
 
 
 def regular_rows(owner: Tensor, batch: int) -> tuple[int, int] | None:
