@@ -50,6 +50,15 @@ def test_one_backward_through_two_models_is_refused_by_both() -> None:
             optimizer.step()
 
 
+def test_harmless_questions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred_checks, "MOST", 5)
+    inbox = deferred_checks.Inbox()
+    for number in range(20):
+        deferred_checks.doubt(torch.tensor(number == 3), f"number {number}")
+    found = inbox.take()
+    assert len(found) <= 6 and [one.why for one in found if bool(one.flag)] == ["number 3"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_question_of_a_failed_backward_is_not_asked_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(D, 1)

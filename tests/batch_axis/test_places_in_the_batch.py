@@ -81,7 +81,9 @@ def mask_of(size):
 # -inf in every sample's row is the same number, though their difference is none (Longformer's windows)
 EYE = torch.eye(C)
 NOT_BY_PLACE = {
-    "infinities": lambda m, h: (h + (h.new_ones(len(h), C) @ EYE).masked_fill(EYE[1] == 1, -torch.inf)).softmax(-1) * 3,
+    "infinities": lambda m, h: (
+        (h + (h.new_ones(len(h), C) @ EYE.to(h)).masked_fill(EYE[1] == 1, -torch.inf)).softmax(-1) * 3
+    ),
     "an empty list written to": then(lambda m, h: h.__setitem__((slice(None), []), 3.0)),
     "a column written": then(lambda m, h: h.__setitem__((slice(None), 0), 3.0)),
     "all rows written": then(lambda m, h: h.__setitem__((torch.arange(len(h)), 1), 0.0)),
