@@ -156,8 +156,10 @@ def test_the_number_of_graphs_must_be_known_and_may_change(graphs: list[Graph]) 
     for few in (graphs, graphs[:3]):
         model(packed(few, True)).square().sum(1).mean().backward()
         assert engine.norms().shape == (len(few),)
-    data = packed(graphs, False)
-    fastdp.mark_rows(data.x, data.kept)
+    data = packed(graphs, True)
+    whose = data.__dict__.pop("kept")
+    for rows, owner in ((data.x, whose), (data.graph_of, whose), (data.edges, None)):
+        fastdp.mark_rows(rows, owner)
     with pytest.raises(StepError, match="samples="):
         model(data)
     engine.detach()
