@@ -87,7 +87,7 @@ MIXING = {
     "column_of_others": written(
         lambda h, x: h.__setitem__((torch.arange(B), ids(x).flip(0)[:, 0] % B), h.detach()[:, 0] * 2)
     ),
-    "picked_by_data": lambda m, x: m.a(x) + m.a(x)[ids(x)[:, 0] % B],
+    "picked_by_data": lambda m, x: m.a(x)[ids(x)[:, 0] % B],
     "one_row_picked_for_all": lambda m, x: m.a(x) + m.a(x)[0][ids(x)[:, 0] % B],
     "softmax_by_default": lambda m, x: F.softmax(m.a(x)[:, None]),  # of three dimensions: the first
     "rows_before": lambda m, x: F.pad(m.a(x), (0, 0, -1, 1)) + m.a(x),
