@@ -14,6 +14,7 @@ import fastdp
 from fastdp.errors import FastDPError
 
 from ..cases import Net
+from ..programs_by_hand import run
 
 B = 3
 
@@ -213,3 +214,8 @@ def test_samples_of_different_lengths_padded():
     model(torch.randn(B, B)).flatten(1).square().sum(1).mean().backward()
     assert engine.norms().shape == (B,)
     engine.detach()
+
+
+def test_rows_picked_by_data_are_refused_in_a_sum_too() -> None:
+    with pytest.raises(FastDPError, match="by another's data"):
+        run(lambda m, h: h[(h[:, 0] > 0).long()], lambda out, labels: out.square().sum(), reduction="sum")
