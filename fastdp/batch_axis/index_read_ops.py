@@ -22,7 +22,6 @@ from .index_kinds import (
     expanded,
     found_in,
     index_tuple,
-    is_position_within,
     looked_at,
     order_of,
     problem_of,
@@ -43,12 +42,8 @@ def getitem(call: Call) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
     index = index_tuple(call, call.args[1], source.device)
-    within = layout.is_row_index and is_position_within(source, index)
-    if layout.mixed:
-        found = layout._replace(dim=0)
-    else:
-        found = picked(call, layout._replace(is_row_index=False) if within else layout, index)
-    return [(call.out, found._replace(is_row_index=layout.is_row_index and not within))]
+    found = layout._replace(dim=0) if layout.mixed else picked(call, layout, index)
+    return [(call.out, found._replace(is_row_index=layout.is_row_index))]
 
 
 def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..utils.pytree import tensors_in
+from .batch_positions import WHY, by_place
 from .calls import Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
+from .totals import total_of
 
 T = torch.Tensor
 
@@ -24,10 +26,27 @@ def _times_matrix(call: Call) -> Tags:
     matrix, bias = call.argument(1, "weight" if call.name == "linear" else "other"), None
     if call.name == "linear":
         bias = call.argument(2, "bias")
+    if isinstance(matrix, Tensor) and matrix.dim() == source.dim() == 1:
+        return _dot(call)
     if layout is None or layout.mixed or len(call.inputs()) != 1 or "out" in call.kwargs:
         return ask(call)
     flat = isinstance(matrix, Tensor) and matrix.dim() == 2 and (bias is None or bias.dim() == 1)
     return [(call.out, layout)] if flat and layout.dim < source.dim() - 1 else ask(call)
+
+
+@layout_rule(torch.dot, T.dot)
+def _dot(call: Call) -> Tags:
+    """One number a sample, times weights, added up: the sum over the samples, if no weight goes by its place."""
+    first, second = call.args if len(call.args) == 2 else (None, None)
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dim() != 1 or second.dim() != 1:
+        return ask(call)
+    known = [layout for _, layout in call.inputs()]
+    whole = all(not (layout.mixed or layout.alone >= 0 or layout.order is not None) for layout in known)
+    if call.kwargs or not whole or not all(layout.same_rows(known[0], call.out.device) for layout in known):
+        return ask(call)
+    if any(by_place(tensor, 0, known[0]) for tensor in call.args if call.is_constant(tensor)):
+        return call.all_combined(WHY)
+    return [(call.out, total_of(call, call.out, known[0], "sum"))]
 
 
 def _masks_others(call: Call, query: Layout) -> bool:

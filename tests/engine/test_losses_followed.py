@@ -71,6 +71,7 @@ COUPLED = {
     "added to two places": lambda o, y: o.new_zeros(2, C).index_add(0, PERMUTED % 2, o).square().sum() / len(o),
     "folded": lambda o, y: o.square().sum(1).view(2, 3).sum(1).square().sum(),
     "sums of some": lambda o, y: o.square().sum(1).view(2, 3).sum(1)[0],
+    "samples for classes": lambda o, y: F.cross_entropy(torch.cat([o, o], 1)[:, :6].T, y),
     "correlation": lambda o, y: (o.T @ o).square().sum(),
 }
 APART = {
@@ -90,6 +91,7 @@ APART = {
     "a sum over samples first": lambda o, y: o.square().sum(0).sum() / len(o),
     "kl": lambda o, y: F.kl_div(o.log_softmax(1), torch.ones_like(o).softmax(1), reduction="batchmean"),
     "soft labels": lambda o, y: F.cross_entropy(o, F.one_hot(y, C) * 0.9 + 0.025),
+    "dot with ones": lambda o, y: (o.square().sum(1) @ o.new_ones(len(o)) + o[:, 0].dot(o[:, 1])) / len(o),
     "mean of what is a number": lambda o, y: o.square().nanmean(),
     "masked by numbers": lambda o, y: (o.square().sum(1) * (y < 9).to(o)).sum() / (y < 9).to(o).sum(),
     "weights of columns": lambda o, y: (o.square().mean(0) * o.new_tensor([1.0, 2.0, 3.0, 4.0])[:C]).sum(),
