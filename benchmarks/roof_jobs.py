@@ -229,8 +229,9 @@ def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -
 @contextmanager
 def launched() -> Iterator[list[tuple[Any, int, dict[str, Any]]]]:
     """Within it Triton kernels are written down with their grids instead of run, chosen for a Hopper GPU."""
-    from fastdp.kernels import common
     from triton.runtime.jit import JITFunction
+
+    from fastdp.kernels import common
 
     found: list[tuple[Any, int, dict[str, Any]]] = []
 

@@ -51,7 +51,9 @@ def _backend(kernel: Any) -> str:
 
 def test_the_page_says_which_backend_serves_which_operator():
     text = (ROOT / "docs" / "operators.md").read_text()
-    table = re.search(r"\| operator \| CPU \| CUDA \| `fastdp/ops/` \|\n(.*?)\n\n", text, re.S).group(1).splitlines()[1:]
+    table = (
+        re.search(r"\| operator \| CPU \| CUDA \| `fastdp/ops/` \|\n(.*?)\n\n", text, re.S).group(1).splitlines()[1:]
+    )
     written = {}
     for line in table:
         names, cpu, cuda, file = (cell.strip() for cell in line.strip("|").split("|"))
