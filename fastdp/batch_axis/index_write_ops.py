@@ -22,6 +22,7 @@ from .inputs import layouts_marked
 from .layout import NOBODY, Layout, spread
 from .operator_table import spellings
 from .propagate import ask
+from .totals import total_of
 
 T = torch.Tensor
 _MIXES = "writes rows of one sample into another's"
@@ -80,7 +81,19 @@ def _index_add(call: Call) -> Tags:
         by = call.layout(call.argument(2, "index"))
         call.knows(index, by and by.along(0, 1, index.device))
     adds = "add" in call.name or "reduce" in call.name
+    if "add" in call.name and (total := _added_to_one_place(call, target, dim % target.dim(), index, value)):
+        return total
     return [(call.out, _assigned(call, target, (*[slice(None)] * (dim % target.dim()), index), value, adds))]
+
+
+def _added_to_one_place(call: Call, target: Tensor, dim: int, index: Tensor, source: Any) -> Tags | None:
+    """A total, if all samples' rows are added to a constant's only place along a dimension; None of any other call."""
+    rows = call.layout(source)
+    if rows is None or rows.mixed or rows.alone >= 0 or rows.order is not None or rows.dim != dim:
+        return None
+    if target.size(dim) != 1 or call.layout(target) is not None or call.layout(index) is not None:
+        return None
+    return [(call.out, total_of(call, call.out, rows, "sum"))]
 
 
 def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, adds: bool = False) -> Layout | None:
@@ -279,6 +292,9 @@ def _scatter(call: Call) -> Tags:
         return ask(call)
     if by is None and any(one.order is not None for one in known):
         return call.all_combined(_ORDERED)
+    adds = "add" in call.name or ("reduce" in call.name and call.argument(4, "reduce") == "sum")
+    if adds and (total := _added_to_one_place(call, target, dim, index, source)):
+        return total
     replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
     if target.dim() == 1 and (layout is None or replaces):
         own = by.owners(index.device) if by is not None else None

@@ -80,6 +80,20 @@ def test_numbers_followed_through_tensors_are_warned_of(name: str) -> None:
     assert warned(AT_ONCE[name], [7])
 
 
+SERIES = [6, 9, 4, 12, 8, 5, 11, 7]
+GROWING = {
+    "square": lambda m, h: len(h) ** 2 * 0.013,
+    "logarithm": lambda m, h: math.log1p(len(h)),
+    "a share": lambda m, h: 3.7 * len(h),
+    "inverse": lambda m, h: 0.37 / len(h),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_numbers_that_grow_with_a_size_are_warned_of(name: str) -> None:
+    assert not warned(GROWING[name], SERIES[:3]) and warned(GROWING[name], SERIES)
+
+
 RIGHT = {
     "a schedule": lambda m, h: (len(h), 0.99**m.step)[1],
     "a constant": lambda m, h: (len(h), 0.7)[1],
@@ -196,6 +210,12 @@ def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
         with pytest.raises(SampleMixingError, match="a power of the number of samples"):
             _scaled(power, [6, 5])
 
+    def by_name(o: Tensor) -> Tensor:
+        part = len(o) / 60
+        return o.mean() + part * o.sqrt().mean()
+
+    assert not _scaled(by_name, [6])  # a weight, for all that its name tells
+    assert _scaled(by_name, [6, 5, 7, 4, 8, 3, 9]) == ["BatchReadWarning"]
     for extra in (lambda o: (o / len(o)).mean(), lambda o: o.sum() * (1 / len(o)) * (1 / len(o))):
         assert "LossReductionWarning" in _scaled(extra, [6, 5])
     weight = 0.1

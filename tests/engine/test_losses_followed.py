@@ -92,7 +92,22 @@ APART = {
     "kl": lambda o, y: F.kl_div(o.log_softmax(1), torch.ones_like(o).softmax(1), reduction="batchmean"),
     "soft labels": lambda o, y: F.cross_entropy(o, F.one_hot(y, C) * 0.9 + 0.025),
     "dot with ones": lambda o, y: (o.square().sum(1) @ o.new_ones(len(o)) + o[:, 0].dot(o[:, 1])) / len(o),
+    "einsum": lambda o, y: torch.einsum("bc,bd->", o, o.square()) / len(o),
+    "einsum, unsaid": lambda o, y: torch.einsum("bc,bc", o, o) / len(o),
     "mean of what is a number": lambda o, y: o.square().nanmean(),
+    "product with ones": lambda o, y: (o.square().sum(1)[None] @ o.new_ones(len(o), 1)).sum() / len(o),
+    "linear with ones": lambda o, y: F.linear(o.square().T, o.new_ones(2, len(o))).sum() / len(o),
+    "bmm with ones": lambda o, y: torch.bmm(o.square().T[None], o.new_ones(1, len(o), 2)).sum() / len(o),
+    "vecdot with ones": lambda o, y: torch.linalg.vecdot(o[:, 0].square(), o.new_ones(len(o))) / len(o),
+    "tensordot with ones": lambda o, y: torch.tensordot(o.square(), o.new_ones(len(o)), ([0], [0])).sum() / len(o),
+    "norm of order 1": lambda o, y: (o.norm(p=1) + torch.linalg.vector_norm(o, 1, dim=0).sum()) / len(o),
+    "last of running sums": lambda o, y: o.square().cumsum(0)[-1].sum() / len(o),
+    "added to one place": lambda o, y: (
+        o.new_zeros(1, C).index_add(0, torch.zeros(len(o)).long(), o.exp()).sum() / len(o)
+    ),
+    "scattered to one place": lambda o, y: (
+        o.new_zeros(1).scatter_add(0, torch.zeros(len(o)).long(), o[:, 0].exp())[0] / len(o)
+    ),
     "masked by numbers": lambda o, y: (o.square().sum(1) * (y < 9).to(o)).sum() / (y < 9).to(o).sum(),
     "weights of columns": lambda o, y: (o.square().mean(0) * o.new_tensor([1.0, 2.0, 3.0, 4.0])[:C]).sum(),
     "weights of as many losses as samples": lambda o, y: (
