@@ -9,7 +9,8 @@ constexpr double SMALLEST = 0x1p-126;  // float's smallest normal number
 
 // c with c * norm <= limit exactly: the quotient in double, less two of its units, rounded down to float.
 FASTDP_INLINE float factor_below(double limit, double norm) {
-    const float c = __double2float_rd(limit / norm * (1 - 0x1p-51));
+    const double most = 0x1.fffffep127;  // float's largest number
+    const float c = __double2float_rd(fmin(limit / norm * (1 - 0x1p-51), most));
     return c >= (float)SMALLEST ? c : 0.0f;
 }
 

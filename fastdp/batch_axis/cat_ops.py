@@ -53,11 +53,14 @@ def _joined(call: Call, parts: Sequence[tuple[Layout | None, int]], dim: int) ->
     piece, problem = joined_rows([found for found, _ in parts if found is not None])
     if problem:
         return call.all_combined(problem)
-    owner = torch.cat([layout.owners(device) for layout in known])
-    places, inferred = any(layout.is_row_index for layout in known), max(layout.inferred for layout in known)
     order = _joined_order(known, device)
+    where, seen = device, [looked_at(layout, (), device) for layout in known]
+    if all(place.type == "cpu" for _, _, place in seen):
+        where, known = torch.device("cpu"), [layout for layout, _, _ in seen]
+    owner = torch.cat([layout.owners(where) for layout in known])
+    places, inferred = any(layout.is_row_index for layout in known), max(layout.inferred for layout in known)
     whole = Layout(call.batch, dim, owner=owner, order=order, is_row_index=places, inferred=inferred, piece=piece)
-    return [(call.out, whole.taken(dim, numbered(owner.numel(), device)))]
+    return [(call.out, brought_back(whole.taken(dim, numbered(owner.numel(), where)), device))]
 
 
 def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:

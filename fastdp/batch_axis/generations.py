@@ -13,22 +13,6 @@ def nothing() -> tuple[Any, tuple[()]]:
     return OrderedDict, ()
 
 
-_PICKLED: dict[int, Any] = {}  # layouts of the present moment
-_pickles = itertools.count(1)
-
-
-def pickled(layout: Any) -> tuple[Any, Any]:
-    """How a layout is pickled: as a number, by which a tensor that is loaded while this batch lasts has it again."""
-    number = next(_pickles)
-    _PICKLED[number] = layout
-    return OrderedDict, ([("layout", number)],)
-
-
-def unpickled(note: Any) -> Any:
-    """The layout that a note stands for; None if it is of another batch, or of another process."""
-    return _PICKLED.get(note.get("layout"))
-
-
 class Token:
     """See `Generation.token`."""
 
@@ -100,8 +84,6 @@ def set_generation(moment: Generation | None) -> None:
     """From now on, what is tagged carries samples of this moment's batch."""
     global current
     moment = _NOBODYS if moment is None else moment
-    if moment.number != current.number:
-        _PICKLED.clear()
     current = moment
 
 

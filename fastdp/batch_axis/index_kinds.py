@@ -1,8 +1,8 @@
 """Kinds of index: constant, made by each sample for itself, or dependent on other samples.
 
 A sample may pick among its own rows (the tokens that it sends to an expert); a choice that depends on other
-samples mixes them. Whole numbers made of places are told by value: columns of `nonzero()`, and rows numbered within
-their own group (the patches of Qwen3-VL's images).
+samples mixes them. Whole numbers made of places are told by value where rows are numbered within their own group (the
+patches of Qwen3-VL's images).
 """
 
 from __future__ import annotations
@@ -172,28 +172,6 @@ def _same(own: Tensor, chosen: Tensor) -> bool:
     except RuntimeError:
         return False
     return bool((own == chosen).all())
-
-
-def mark_coordinates(matrix: Tensor, dim: int) -> None:
-    """Note on a matrix [found, dimensions] that the samples lay along dimension `dim`."""
-    matrix.__dict__[tensor_notes.COLUMN] = (dim, matrix._version)
-
-
-def keep_coordinates(matrix: Tensor, reshaped: Tensor) -> None:
-    """Carry the note to a view whose last dimension is still that of the columns."""
-    note = matrix.__dict__.get(tensor_notes.COLUMN)
-    if note is not None and note[1] == matrix._version and reshaped.shape[-1:] == matrix.shape[-1:]:
-        reshaped.__dict__[tensor_notes.COLUMN] = (note[0], reshaped._version)
-
-
-def is_position_within(matrix: Tensor, index: tuple[Any, ...]) -> bool:
-    """Whether the index picks one column, and not the samples'."""
-    note = matrix.__dict__.get(tensor_notes.COLUMN)
-    if note is None or note[1] != matrix._version or not index or type(index[-1]) is not int:
-        return False
-    whole = all(item is Ellipsis or isinstance(item, int | slice) for item in index)
-    spans = any(item is Ellipsis for item in index) or len(index) == matrix.dim()
-    return whole and spans and index[-1] % matrix.size(-1) != note[0]
 
 
 def repeated(layout: Layout, times: Tensor, rows: Tensor) -> Layout:

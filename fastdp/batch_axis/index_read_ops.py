@@ -22,13 +22,13 @@ from .index_kinds import (
     expanded,
     found_in,
     index_tuple,
-    is_position_within,
     looked_at,
     order_of,
     problem_of,
 )
 from .layout import Layout, layout_of_rows, rows_seen, spread
 from .propagate import ask
+from .reduction_ops import whole_of_running_sum
 from .view_ops import reshaped
 
 T = torch.Tensor
@@ -43,12 +43,10 @@ def getitem(call: Call) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
     index = index_tuple(call, call.args[1], source.device)
-    within = layout.is_row_index and is_position_within(source, index)
-    if layout.mixed:
-        found = layout._replace(dim=0)
-    else:
-        found = picked(call, layout._replace(is_row_index=False) if within else layout, index)
-    return [(call.out, found._replace(is_row_index=layout.is_row_index and not within))]
+    if layout.mixed and (total := whole_of_running_sum(call, _source_dims(index, source.dim()).get)) is not None:
+        return [(call.out, total)]
+    found = layout._replace(dim=0) if layout.mixed else picked(call, layout, index)
+    return [(call.out, found._replace(is_row_index=layout.is_row_index))]
 
 
 def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:

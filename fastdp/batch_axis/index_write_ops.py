@@ -22,6 +22,7 @@ from .inputs import layouts_marked
 from .layout import NOBODY, Layout, spread
 from .operator_table import spellings
 from .propagate import ask
+from .totals import total_of
 
 T = torch.Tensor
 _MIXES = "writes rows of one sample into another's"
@@ -80,7 +81,19 @@ def _index_add(call: Call) -> Tags:
         by = call.layout(call.argument(2, "index"))
         call.knows(index, by and by.along(0, 1, index.device))
     adds = "add" in call.name or "reduce" in call.name
+    if "add" in call.name and (total := _added_to_one_place(call, target, dim % target.dim(), index, value)):
+        return total
     return [(call.out, _assigned(call, target, (*[slice(None)] * (dim % target.dim()), index), value, adds))]
+
+
+def _added_to_one_place(call: Call, target: Tensor, dim: int, index: Tensor, source: Any) -> Tags | None:
+    """A total, if all samples' rows are added to a constant's only place along a dimension; None of any other call."""
+    rows = call.layout(source)
+    if rows is None or rows.mixed or rows.alone >= 0 or rows.order is not None or rows.dim != dim:
+        return None
+    if target.size(dim) != 1 or call.layout(target) is not None or call.layout(index) is not None:
+        return None
+    return [(call.out, total_of(call, call.out, rows, "sum"))]
 
 
 def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, adds: bool = False) -> Layout | None:
@@ -205,7 +218,7 @@ def note_shape(tensor: Tensor, layout: Layout | None) -> None:
 
 
 def _shape_of(tensor: Tensor, batch: int) -> Layout | None:
-    """What was noted of a constant's shape."""
+    """What was noted of a constant's shape, if it still has it."""
     layout: Layout | None = tensor.__dict__.get(tensor_notes.SHAPED)
     return layout if layout is not None and layout.batch == batch else None
 
@@ -215,10 +228,10 @@ def _of_constant(call: Call, write: Write, dim: int | None = None, numbers: Sequ
 
     dim: the only one along which the samples may lie; numbers: those that the index names by one number each.
     """
-    fitting = [one for one in _candidates(call.batch, write) if dim in (None, one.dim) and write.fits(one)]
     shaped = _shape_of(write.target, call.batch)
-    if shaped is not None and fitting and fitting[0] == shaped:
+    if shaped is not None and dim in (None, shaped.dim) and write.fits(shaped):
         return shaped
+    fitting = [one for one in _candidates(call.batch, write) if dim in (None, one.dim) and write.fits(one)]
     by_number = [one for one in fitting if one.dim in numbers]
     by_number = [one for one in by_number if one.inner == 1] or by_number
     if by_number or len({one.dim for one in fitting}) == 1:  # what is not written yet may count as anyone's
@@ -229,17 +242,15 @@ def _of_constant(call: Call, write: Write, dim: int | None = None, numbers: Sequ
 
 
 def _candidates(batch: int, write: Write) -> Iterator[Layout]:
+    """As many rows of each sample along some dimension, as an input's marks say, or as the values lie."""
     shape, like = write.target.shape, write.source
-    shaped = _shape_of(write.target, batch)
-    if shaped is not None and shape[shaped.dim : shaped.dim + 1] == (shaped.rows,):
-        yield shaped
     for dim, size in enumerate(shape):
         if size and size % batch == 0:
             yield Layout(batch, dim, 1, size // batch)
-    marked = [layout for layout in layouts_marked(batch, write.target.device) if shape[:1] == (layout.rows,)]
-    yield from marked
+    yield from (layout for layout in layouts_marked(batch, write.target.device) if shape[:1] == (layout.rows,))
     if like is not None and like.alone < 0 and like.order is None and shape[like.dim : like.dim + 1] == (like.rows,):
-        yield Layout(*like[:5])
+        if like.owner is not None or like.outer > 1:
+            yield Layout(*like[:5])
 
 
 def _filled(call: Call, write: Write, dim: int) -> Layout | None:
@@ -281,6 +292,9 @@ def _scatter(call: Call) -> Tags:
         return ask(call)
     if by is None and any(one.order is not None for one in known):
         return call.all_combined(_ORDERED)
+    adds = "add" in call.name or ("reduce" in call.name and call.argument(4, "reduce") == "sum")
+    if adds and (total := _added_to_one_place(call, target, dim, index, source)):
+        return total
     replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
     if target.dim() == 1 and (layout is None or replaces):
         own = by.owners(index.device) if by is not None else None

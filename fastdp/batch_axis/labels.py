@@ -71,7 +71,6 @@ class Labels:
         self.batch, self.moment = batch, moment
         self.unknown_order = self.two_orders = False
         self.paused = 0  # forwards of the model itself that are on
-        self._permuting: list[Tensor] = []  # orders that the model's outputs were put in
         self._met: dict[int, Tensor | None] = {}  # the order in which labels (by id) met the outputs
 
     # ------------------------------------------------------------------ what is taken for labels
@@ -154,9 +153,6 @@ class Labels:
             if found and call.name in operator_table.LOOKING_UP and self._is_table(call):
                 found = [(tensor, origin) for tensor, origin in found if tensor_notes.LABELS in tensor.__dict__]
         if not found:
-            if call.name in operator_table.PICKING_ROWS and given and tag_of(given[0], self.batch) is not None:
-                index = self._order(call)
-                self._permuting += [] if index is None else [index]
             return None
         first = found[0][1]
         if len(found) == len(given) == 1:
@@ -182,7 +178,7 @@ class Labels:
         """After a call on labels alone, whose results have their layouts."""
         (args, _), out = call.given, call.out
         order = self._order(call) if call.name in operator_table.PICKING_ROWS else None
-        if order is not None and not self._is_in_sight(order, args):
+        if order is not None and not any(made_in_sight(tensor) for tensor in tensors_in(args[1:])):
             before = tag_of(args[0], self.batch)
             if before == Layout(self.batch):
                 tag(out, before)
@@ -237,11 +233,6 @@ class Labels:
             return None
         index = index.detach()
         return None if torch.equal(index, torch.arange(self.batch, device=index.device)) else index
-
-    def _is_in_sight(self, order: Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether an order was made since the forward, or is one that the outputs were put in."""
-        given = tensors_in(args[1:])
-        return any(made_in_sight(t) for t in given) or any(_same(order, known) for known in self._permuting)
 
     def _meet(self, found: list[tuple[Tensor, Origin]], others: list[tuple[Tensor, Layout]]) -> None:
         """Labels meet data: of an order of its own, or the samples'."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from . import generations
-from .generations import Generation, is_forgotten, is_past, pickled, unpickled
+from .generations import Generation, is_forgotten, is_past, nothing
 from .host_values import at, in_some_order, made_known, numbered, on_host, same_numbers
 from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, OF_LABELS, PRESUMED, RELAID, TAGGED_AT, TOKEN, hold, storage_of
 
@@ -123,7 +123,7 @@ class Layout(NamedTuple):
         """A sample's tensor as `size` rows along a dimension, all of that sample; other layouts as they are."""
         if self.alone < 0:
             return self
-        owner = torch.full((size,), self.alone, device=device)
+        owner = made_known(torch.full((size,), self.alone, device=device), lambda: torch.full((size,), self.alone))
         order = torch.zeros_like(owner) if self.size_from_data else None
         return self._replace(dim=dim, owner=owner, order=order, alone=-1, size_from_data=False)
 
@@ -143,9 +143,7 @@ class Layout(NamedTuple):
         return self
 
     def __reduce__(self) -> Any:
-        """As a number: a tensor loaded again is of no running engine (unless it is the same batch still), and must load
-        without fastdp, also where only weights may be loaded."""
-        return pickled(self)
+        return nothing()
 
     def same_rows(self, other: Layout, device: torch.device) -> bool:
         """Whether the rows of both belong to the same samples in the same order, wherever they lie."""
@@ -230,7 +228,7 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
 def layout_on(tensor: Tensor) -> Layout | None:
     """The layout written on the tensor, of whatever batch."""
     found = tensor.__dict__.get(LAYOUT)
-    return found if found is None or type(found) is Layout else unpickled(found)
+    return found if type(found) is Layout else None  # (else pickled, and loaded again)
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
@@ -238,9 +236,9 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     notes = tensor.__dict__
     layout = notes.get(LAYOUT)
     if layout is not None:
-        if type(layout) is not Layout:
-            layout = unpickled(layout)
-        if layout is not None and (moment := notes[MOMENT]) is not generations.current:
+        if type(layout) is not Layout:  # pickled, and loaded again
+            layout = None
+        elif (moment := notes[MOMENT]) is not generations.current:
             if is_past(moment):
                 return None if PRESUMED in notes else stale_layout(tensor, batch)
             if is_forgotten(moment, layout):
@@ -344,8 +342,10 @@ def owner_of(layout: Layout) -> int:
     """The one sample of a tensor, or -1."""
     if layout.mixed or layout.alone >= 0:
         return -1 if layout.mixed else layout.alone
+    if layout.owner is None or not is_one(layout.owner):
+        return -1
     whole = layout.order is None or is_one(layout.order)  # rows of several groups have an order of their own
-    return int(layout.owner[0]) if layout.owner is not None and whole and is_one(layout.owner) else -1
+    return int(in_some_order(layout.owner)[0]) if whole else -1
 
 
 def regular_rows(owner: Tensor, batch: int) -> tuple[int, int] | None:

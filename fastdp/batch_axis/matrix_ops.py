@@ -1,20 +1,106 @@
-"""Layout rules of products with a constant matrix, and of attention."""
+"""Layout rules of matrix products and attention."""
 
 from __future__ import annotations
 
 import math
+import string
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..utils.pytree import tensors_in
+from .batch_positions import by_place, rows_alike
 from .calls import Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
+from .totals import total_of
 
 T = torch.Tensor
+
+
+Subscripts = tuple[list[str], str]  # of the operands, and of the result
+
+
+def _of_matrices(first: Tensor, second: Tensor) -> Subscripts:
+    """first @ second: the last dimension of one and the last but one of the other are summed over."""
+    beside = string.ascii_uppercase[-max(first.dim(), second.dim()) :]
+    rows, columns = ("n" if first.dim() > 1 else ""), ("m" if second.dim() > 1 else "")
+    left, right = ("".join(beside[len(beside) - max(t.dim() - 2, 0) :]) for t in (first, second))
+    return [f"{left}{rows}k", f"{right}k{columns}"], f"{max(left, right, key=len)}{rows}{columns}"
+
+
+def _subscripts(call: Call) -> tuple[Subscripts, list[Tensor]] | None:
+    """A product of tensors, as einsum writes it; None where it is another one, or has a term more."""
+    name, operands = call.name, list(call.args[:2])
+    if name == "einsum":
+        equation, operands = call.args[0], list(call.args[1:])
+        operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
+        if not isinstance(equation, str) or "." in equation:
+            return None
+        given, arrow, result = equation.replace(" ", "").partition("->")
+        if not arrow:
+            result = "".join(sorted(letter for letter in set(given) - {","} if given.count(letter) == 1))
+        return (given.split(","), result), operands
+    if any(value is not None for name, value in call.kwargs.items() if name != "dims"):
+        return None
+    if len(operands) != 2 or not all(isinstance(t, Tensor) and t.dim() for t in operands):
+        return None
+    first, second = operands
+    if name == "linear":
+        return None if len(call.args) > 2 or second.dim() != 2 else (_of_matrices(first, second.T), [first, second.T])
+    if name == "tensordot":
+        dims = call.argument(2, "dims", 2)
+        ends = (range(first.dim() - dims, first.dim()), range(dims)) if isinstance(dims, int) else dims
+        if len(ends) != 2 or not all(isinstance(end, list | tuple | range) for end in ends):
+            return None
+        left, right = list(string.ascii_lowercase[: first.dim()]), list(string.ascii_uppercase[: second.dim()])
+        for one, other in zip(*ends, strict=True):
+            right[other] = left[one]
+        return ([*map("".join, (left, right))], "".join(sorted({*left} ^ {*right}))), operands
+    if name in ("dot", "vdot", "inner", "linalg_vecdot"):
+        same = first.dim() == second.dim() == 1
+        return ((["k", "k"], ""), operands) if same else None
+    return _of_matrices(first, second), operands
+
+
+def _summed_product(call: Call) -> Tags | None:
+    """Of a product of samples' numbers with constants that do not tell them apart, added up; None of others."""
+    found = _subscripts(call) if call.inputs() else None
+    if found is None:
+        return None
+    (given, result), operands = found
+    if len(given) != len(operands) or any(t.dim() != len(letters) for t, letters in zip(operands, given, strict=True)):
+        return None
+    laid = [(t, letters, call.layout(t)) for t, letters in zip(operands, given, strict=True)]
+    data = [(letters[layout.dim], layout) for _, letters, layout in laid if layout is not None and not layout.mixed]
+    if len(data) != sum(layout is not None for _, _, layout in laid) or any(one.alone >= 0 for _, one in data):
+        return None
+    samples, layout = data[0]
+    if samples in result or any(letter != samples for letter, _ in data):
+        return None
+    if any(letters.count(samples) > 1 for _, letters, _ in laid):  # a diagonal: by place
+        return None
+    of_data = {letter for _, letters, one in laid if one is not None for letter in letters}
+    for t, letters, _ in laid:
+        if any(
+            n == call.batch and letter not in (*of_data, *result) for letter, n in zip(letters, t.shape, strict=True)
+        ):
+            return None  # as many constants as samples, added up
+    if not all(one.same_rows(layout, call.out.device) for _, one in data):
+        return None
+    constants = [(t, letters) for t, letters, one in laid if one is None and samples in letters]
+    for t, letters in constants:
+        dim = letters.index(samples)
+        if by_place(t, dim, layout) or (t.dim() > 1 and not rows_alike(t, dim, layout, computed=True)):
+            return None
+    return [(call.out, total_of(call, call.out, layout, "sum"))]
+
+
+@layout_rule(*spellings("dot", "inner", "vdot", "bmm", "tensordot"), torch.linalg.vecdot, torch.einsum)
+def _product(call: Call) -> Tags:
+    return _summed_product(call) or ask(call)
 
 
 @layout_rule(F.linear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
@@ -25,9 +111,25 @@ def _times_matrix(call: Call) -> Tags:
     if call.name == "linear":
         bias = call.argument(2, "bias")
     if layout is None or layout.mixed or len(call.inputs()) != 1 or "out" in call.kwargs:
-        return ask(call)
+        return _summed_product(call) or ask(call)
     flat = isinstance(matrix, Tensor) and matrix.dim() == 2 and (bias is None or bias.dim() == 1)
-    return [(call.out, layout)] if flat and layout.dim < source.dim() - 1 else ask(call)
+    if flat and layout.dim < source.dim() - 1:
+        return [(call.out, layout)]
+    return _summed_product(call) or ask(call)
+
+
+@layout_rule(*spellings("norm"), torch.linalg.vector_norm, torch.linalg.norm)
+def _norm(call: Call) -> Tags:
+    """Of order 1: the sum of what the numbers are without their signs."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    order, dims = call.argument(1, "ord" if "linalg" in call.name else "p"), call.argument(2, "dim")
+    of_vectors = call.name != "linalg_norm" or source.dim() == 1 or isinstance(dims, int)
+    if layout is None or layout.mixed or layout.alone >= 0 or order != 1 or not of_vectors:
+        return ask(call)
+    over = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+    if layout.dim not in [dim % source.dim() for dim in over]:
+        return ask(call)
+    return [(call.out, total_of(call, call.out, layout, "sum"))]
 
 
 def _masks_others(call: Call, query: Layout) -> bool:

@@ -30,7 +30,7 @@ def cached_trial(call: Call, inputs: Inputs) -> Answer:
     except TypeError:  # an argument without a hash
         key = None
     answer: Answer = (None, False)
-    for grow in (_constants_as_they_are, _constants_aligned, _constants_first):
+    for grow in (_constants_as_they_are, _constants_grown):
         answer = (_trial(call, inputs, grow), grow is not _constants_as_they_are)
         if answer[0] is not None:
             break
@@ -62,20 +62,14 @@ def _constants_as_they_are(tensor: Tensor, batch: int, inputs: Inputs) -> list[i
     return list(tensor.shape)
 
 
-def _constants_aligned(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
-    """A constant made for this batch (a mask), lying as the data lies."""
+def _constants_grown(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
+    """A constant made for this batch (a mask), lying as the data lies, or samples first."""
     shape = list(tensor.shape)
     for source, layout in inputs:
         dim = layout.dim - source.dim() + tensor.dim()
         if not layout.mixed and 0 <= dim < tensor.dim() and tensor.size(dim) == layout.rows:
             shape[dim] = _grown_rows(layout)
-            break
-    return shape
-
-
-def _constants_first(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
-    """A constant made for this batch, samples first."""
-    shape = list(tensor.shape)
+            return shape
     if shape and shape[0] == batch:
         shape[0] += 1
     return shape

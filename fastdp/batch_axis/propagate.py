@@ -243,7 +243,7 @@ def _grown_layout(
 
 
 def _guess(call: Call, tensor: Tensor, inputs: Inputs, mixed: str) -> Layout | None:
-    """No trial succeeded: the same shape, or the only dimension of the right size, to be checked by value."""
+    """No trial succeeded: the same shape, to be checked by value."""
     if call.name in operator_table.SIZED and not any(t.dim() for t, _ in inputs):
         return None  # a number of the batch as a size
     places = {(layout.dim - source.dim(), layout.outer, layout.inner) for source, layout in inputs}
@@ -253,16 +253,6 @@ def _guess(call: Call, tensor: Tensor, inputs: Inputs, mixed: str) -> Layout | N
         for source, layout in inputs:
             if source.shape == tensor.shape:
                 return layout._replace(mixed=mixed or layout.mixed)
-        found = {
-            (dim, layout)
-            for _, layout in inputs
-            if layout.owner is None and not layout.mixed
-            for dim, size in enumerate(tensor.shape)
-            if size == layout.rows
-        }
-        if len(found) == 1:
-            dim, layout = found.pop()
-            return layout._replace(dim=dim, mixed=mixed)
     return call.combined("has a result whose rows could not be followed", mixed)
 
 

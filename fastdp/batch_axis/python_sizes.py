@@ -4,8 +4,8 @@ The number of samples, or of rows that the data of several samples chose, is mad
 harm, as a factor it makes each sample's gradient depend on the others. Python's numbers cannot be followed, so they are
 told by value: a factor that equals such a number, in code that has asked for sizes, is warned of; where it follows
 that number from one batch to the next it is no coincidence, and refused. A number that is written in the code, or is
-an attribute of the module, may equal a size by chance: nothing is said until it follows the size. What Python computes
-of a size, beside its inverse and root, is not seen.
+an attribute of the module, may equal a size by chance: nothing is said until it follows the size. And a factor that
+grows or shrinks with the sizes over several batches, whatever was computed of them, is warned of.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .layout import layout_on
 from .totals import share_of
 
 T = torch.Tensor
+_ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
 
@@ -40,6 +41,9 @@ class Sizes:
         self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
         self._lines: dict[tuple[CodeType, int], set[int]] = {}  # that asked for sizes: those told but the batch's
         self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
+        self._series: dict[
+            Any, list[tuple[tuple[float, ...], float]] | None
+        ] = {}  # (sizes told, number); None: cleared
         # number told, number computed with, and in which forward; None: cleared
         self._places: dict[Any, tuple[float, float, int] | None] = {}
         self._forwards = 0
@@ -170,7 +174,7 @@ class Sizes:
         frame: Any = users(sys._getframe(1))
         others = None if frame is None else self._lines.get((frame.f_code, frame.f_lineno))
         asks = others is not None and not any(_same(number, size) for size in others) and not _has_name(frame, number)
-        if not (asks or certain):
+        if not (asks or certain or "with a size" in why):
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
 
@@ -188,6 +192,8 @@ class Sizes:
         place = (call.path, call.name, frame.f_code, frame.f_lineno)
         matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told))
         source, what = next(matching, (float(call.batch), ""))
+        if not what and (following := self._follows(place, call.batch, number)):
+            return f"{call.mixed()} computes with {number:g}, {following}", False
         before = self._places.setdefault(place, (source, number, self._forwards))
         if before is None:
             return "", False
@@ -201,6 +207,28 @@ class Sizes:
         if not certain and source == call.batch and _is_written(number, self._codes):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
+
+    def _follows(self, place: Any, batch: int, number: float) -> str:
+        """Whether the numbers computed with at a place grow or shrink with a size, over _ENOUGH sizes; '' if not."""
+        seen = self._series.setdefault(place, [])
+        if seen is None:
+            return ""
+        sizes = (batch, *self._told)
+        if any((before == number) != (known == sizes) for known, before in seen):
+            self._series[place] = None  # a constant, or a schedule
+            return ""
+        if (sizes, number) not in seen:
+            seen.append((sizes, number))
+        if len(seen) < _ENOUGH:
+            return ""
+        self._series[place] = None
+        for k in range(min(len(known) for known, _ in seen)):
+            series = sorted((known[k], value) for known, value in seen)
+            steps = list(zip(series, series[1:], strict=False))
+            rising = {later[1] > earlier[1] for earlier, later in steps}
+            if len(rising) == 1 and all(later[0] > earlier[0] for earlier, later in steps):
+                return f"which {'grows' if rising.pop() else 'shrinks'} with a size of the batch"
+        return ""
 
     def _sources(self, batch: int) -> list[tuple[float, str]]:
         return [*self._told.items(), (batch, f"the number of samples ({batch})")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,6 +54,26 @@ def _over_samples(call: Call, layout: Layout) -> Layout | None:
     return total_of(call, call.out, layout, call.name.removeprefix("nan"))
 
 
+class RunningSum(NamedTuple):
+    """What a running sum over the samples was made of. versions: of that tensor and of the sum, then."""
+
+    source: Tensor
+    layout: Layout
+    versions: tuple[int, int]
+    dim: int
+
+
+def whole_of_running_sum(call: Call, row: Callable[[int], Any]) -> Layout | None:
+    """The total that the last row of a running sum is, or None. row: what an index takes along a dimension."""
+    tensor = call.args[0]
+    found: RunningSum | None = tensor.__dict__.get(tensor_notes.RUNNING)
+    if found is None or found.versions != (found.source._version, tensor._version):
+        return None
+    taken = row(found.dim)
+    last = isinstance(taken, int) and taken % tensor.size(found.dim) == tensor.size(found.dim) - 1
+    return total_of(call, call.out, found.layout, "sum") if last else None
+
+
 def along(position: int, name: str) -> Answer:
     """The rule of functions that combine the positions of dimension `name` and keep its size."""
 
@@ -61,6 +84,9 @@ def along(position: int, name: str) -> Answer:
             dims = 0 if source.dim() in (0, 1, 3) else 1  # what torch takes where none is given
         dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
         if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
+            if call.name == "cumsum" and layout.alone < 0 and not layout.mixed:
+                versions = (source._version, call.out._version)
+                call.out.__dict__[tensor_notes.RUNNING] = RunningSum(source, layout, versions, layout.dim)
             return call.all_combined("works along the batch dimension")
         if layout is not None and isinstance(call.out, Tensor) and call.out.shape == source.shape:
             return [(call.out, layout)]

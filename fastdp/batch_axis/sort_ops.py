@@ -14,7 +14,7 @@ from ..utils.pytree import tensors_in
 from . import tensor_notes
 from .calls import Call, Tags, layout_rule
 from .host_values import note_sorted
-from .index_kinds import found_in, mark_coordinates
+from .index_kinds import found_in
 from .index_read_ops import getitem
 from .layout import Layout
 from .operator_table import spellings
@@ -70,7 +70,6 @@ def _nonzero(call: Call) -> Tags:
     _, _, order = found_in(source, layout, coordinates)
     found = layout.taken(0, coordinates[layout.dim], order)
     if isinstance(call.out, Tensor):
-        mark_coordinates(call.out, layout.dim)
         return [(call.out, found._replace(is_row_index=True))]
     return [(tensor, found._replace(is_row_index=dim == layout.dim)) for dim, tensor in enumerate(out)]
 

@@ -35,10 +35,10 @@ WRITTEN = "_fastdp_written"  # single samples' rows were written to it: the numb
 LONGEST = "_fastdp_longest"  # padded to the longest sample: the dimension of that size
 COUNTED = "_fastdp_counted"  # one of its sizes, which the data of several samples made
 GROUPS = "_fastdp_groups"  # the group of each row, the layout of these rows, the version of the memory
-COLUMN = "_fastdp_column"  # the column of the samples' dimension in an index, and the version of the memory
 SHARE = "_fastdp_share"  # terms of a loss, each divided by the number of samples: the version, and if that is certain
 TERMS = "_fastdp_terms"  # on a total: what it was summed from, with that tensor's layout and version
 PARTS = "_fastdp_parts"  # rows of parameters alone, joined with rows of data (`engine.parameter_slices`)
+RUNNING = "_fastdp_running"  # what a running sum over the samples was made of (`batch_axis.reduction_ops.RunningSum`)
 GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`grad_sample.routed_rows`)
 
 # ------------------------------------------------------------------ on constants

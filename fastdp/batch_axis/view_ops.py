@@ -10,7 +10,7 @@ from torch import Tensor
 from .batch_positions import WHY, by_place, was_by_place
 from .calls import Call, Inputs, Tags, layout_rule
 from .host_values import numbered
-from .index_kinds import brought_back, keep_coordinates, looked_at, note_groups, repeated
+from .index_kinds import brought_back, looked_at, note_groups, repeated
 from .index_write_ops import note_shape
 from .layout import Layout, layout_of_rows, regular_rows
 from .operator_table import ELEMENTWISE, spellings
@@ -38,7 +38,6 @@ def _reshape(call: Call) -> Tags:
         if layout.rows and layout.alone < 0 and places:
             return [(call.out, layout._replace(dim=layout.dim if layout.dim in places else places[0]))]
         return ask(call)
-    keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)
     return [(call.out, found)] if found is not None else call.all_combined(FOLDS)
 

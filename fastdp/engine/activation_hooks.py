@@ -70,9 +70,6 @@ class LookingHook:
     def __reduce__(self) -> Any:
         return (_plain, (self.hook,))  # copies and pickles of what is hooked have the user's own
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.hook
-
     def __call__(self, *given: Any) -> Any:
         grads = tensors_in(given)
         before = [(grad, grad.detach().clone()) for grad in grads]
@@ -180,7 +177,7 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
     while waiting:
         node = waiting.pop()
         for register in (node.register_prehook, node.register_hook):
-            handle = register(_looks)  # torch tells of a node's hooks only to who adds one
+            handle = register(_plain)  # torch tells of a node's hooks only to who adds one
             hooks: Any = handle.hooks_dict_ref()
             handle.remove()
             for number, hook in list(hooks.items()):
@@ -191,7 +188,3 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-def _looks(*_: Any) -> None:
-    return None

@@ -24,10 +24,10 @@ from .forward_record import PRIVATE_GRAPH, UNSEEN, Expected, ForwardRecord, Pass
 from .forward_threads import two_backwards
 from .gradients import Gradients, check_unwritten
 from .layerwise import ByGroup, LayerwiseSums
-from .memory_budget import Replays, Rerun
+from .memory_budget import Replays
 from .multiple_forwards import MultipleForwards
 from .ordinary_gradients import ForeignParameters, UncapturedUses
-from .repeated_backward import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
+from .repeated_backward import Arrived, Like, begin, keep, like, record_call, record_kept
 from .tracked_parameters import Tracked
 from .unused_batches import Known
 from .unused_batches import of as batch_taken
@@ -78,8 +78,7 @@ class Backward:
         self.public = 0  # within so many `public()`: nothing is recorded
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
-        self.rerun = Rerun()
-        self.replays = Replays(self.rerun)
+        self.replays = Replays()
         # which elements captured calls used of each parameter since the last backward
         self.uses_of: dict[int, list[tuple[int, int]]] = {}
         self._counted = False  # whether these are all, of the forwards that no backward has gone through
@@ -91,7 +90,7 @@ class Backward:
         self._before: Like | None = None  # what the last backward was, if one like it needs only its data
         self._doubts = Inbox()
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
-        self._open_forwards = 0  # that no backward has gone through yet
+        self.open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
         self._ended_once = False  # the end of this backward waits for others'
         self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
@@ -99,11 +98,11 @@ class Backward:
     def forward_begins(self) -> None:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
         if self.owner is not None:
-            self.owner.begins(self._open_forwards == 0)
-        self._counted = self._counted or (self._open_forwards == 0 and not self.uses_of)
+            self.owner.begins(self.open_forwards == 0)
+        self._counted = self._counted or (self.open_forwards == 0 and not self.uses_of)
         if self._tape is not None:
             self._doubts.take()  # of a backward that failed
-        self._open_forwards += 1
+        self.open_forwards += 1
         self._tape = None
         self.uncaptured.note_grads()
         self.others.begin()
@@ -119,10 +118,6 @@ class Backward:
         self.looks_at(given)
         _BEGUN[0] += 1
         self._hand_over(gradients)
-
-    def open_forwards(self) -> int:
-        """Forwards that no backward has gone through yet."""
-        return self._open_forwards
 
     def is_running(self) -> bool:
         """Whether a backward has reached the model (or has failed there, and no forward followed)."""
@@ -208,7 +203,7 @@ class Backward:
 
     def begin_record(self, forward_pass: PassRecord, path: str) -> bool:
         """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
-        if self.rerun.collect is not None:
+        if self.replays.collect is not None:
             return True  # a block runs again
         self._recording = path
         known, task = self._tape, torch._C._current_graph_task_id()
@@ -276,13 +271,13 @@ class Backward:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
         first = not forward_pass.count and not tape.recomputed
         tape.recomputed = tape.recomputed or first
-        return first and self._open_forwards < 1
+        return first and self.open_forwards < 1
 
     def record(self, use: ParameterUse) -> None:
         """Keep a use until the end of backward."""
-        if self.rerun.collect is not None:
+        if self.replays.collect is not None:
             with torch.no_grad():
-                self.rerun.collect(use)
+                self.replays.collect(use)
             return
         if self._unasked:  # torch.autograd.grad(loss, inputs), say, which leaves parameters' .grad alone
             return
@@ -290,7 +285,7 @@ class Backward:
         if self.planner.memory_budget is not None and self.planner.exceeds(self.planner.adds(*use.data())):
             use = self.replays.drop_data(use, self._recording, self.uses_of)
         tape = self._tape
-        if keep_use(tape, use, self.record):
+        if keep(tape, use, None, self.record):
             return
         if tape.calls is not None:
             tape.calls.append(Arrived(use, 1, None))
@@ -306,9 +301,9 @@ class Backward:
     def arrived(self, call: Captured, given: Given) -> None:
         """The backward of a call whose uses are known by rows of these data."""
         tape = self._tape
-        if tape is None or self.rerun.collect is not None:
+        if tape is None or self.replays.collect is not None:
             call.record_rows(given[0], call.rows(*given))
-        elif not keep_call(tape, call, given, self.record):
+        elif not keep(tape, call, given, self.record):
             record_call(tape, call, given, call.rows(*given))
 
     def _early(self) -> LayerwiseSums | None:
@@ -318,11 +313,8 @@ class Backward:
             return None
         assert self.by_group is not None
         groups = self.by_group.groups()
-        return (
-            LayerwiseSums(self.by_group, groups, self.uses_of, self.planner, self.mean, self._early_plans)
-            if groups
-            else None
-        )
+        plans = self._early_plans
+        return LayerwiseSums(self.by_group, groups, self.uses_of, self.planner, self.mean, plans) if groups else None
 
     # ------------------------------------------------------------------ its end
 
@@ -346,8 +338,9 @@ class Backward:
 
     def _finish(self) -> Gradients | None:
         tape, self._tape = self._tape, None
-        self.replays, self.uses_of, self._counted = Replays(self.rerun), {}, False
-        self._open_forwards, doubts = max(0, self._open_forwards - 1), self._doubts.take()
+        self.replays.begin()
+        self.uses_of, self._counted = {}, False
+        self.open_forwards, doubts = max(0, self.open_forwards - 1), self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False
         if tape is not None and tape.problem is not None:
@@ -358,7 +351,7 @@ class Backward:
             self.several.end()
             self.ended()
         self.uncaptured.check(self.last_use_of)
-        if tape.like is not None and not is_like(tape, self.tracked.current()):
+        if tape.like is not None and not tape.like.is_whole(tape, self.tracked.current()):
             self._tape = tape  # (the next forward drops it, should this fail)
             record_kept(tape, self.record)
             self._tape = None

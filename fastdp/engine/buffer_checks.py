@@ -7,6 +7,7 @@ these write without autograd's counting it.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -101,12 +102,12 @@ class Stateful:
         while self._mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
             torch.utils._python_dispatch._pop_mode()
 
-    def end(self, raised: bool) -> None:
+    def leave(self, out: Any) -> None:
         """The forward ends. Raises SampleMixingError if a state was written, unless something else was raised."""
         self.stop()
         if self._then is not None:
-            self._then.end()
-        if raised:
+            self._then.leave(out)
+        if out is None and sys.exc_info()[1] is not None:
             return
         places = self._places()
         for name, buffer in self._buffers().items():

@@ -76,7 +76,7 @@ def _arguments(engine: Engine, code: Any, calls: int) -> dict[str, Any] | None:
 
 
 def _seen(
-    engine: Engine, path: str, batch: int, moment: Generation, args: Any, function: Callable[..., Any]
+    engine: Any, path: str, batch: int, moment: Generation, args: Any, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     layouts = [tag_of(tensor, batch) for tensor in nested_tensors(args)]
     count = len(args)

@@ -165,7 +165,7 @@ class Forward(Engine):
         if backward.tracked.is_sharded:
             refuse_hooks({name: backward.tracked.part(p) for name, p in named.items()})
         tracked = {id(p): name for name, p in named.items()}
-        if recomputing and backward.rerun.collect is None and path in backward.replays.blocks:
+        if recomputing and backward.replays.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
         moment = self._last_moment() if recomputing else None
         active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
@@ -204,7 +204,7 @@ class Forward(Engine):
 
     def runs_again(self) -> bool:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
-        return torch._C._current_graph_task_id() != -1 or self.backward.rerun.collect is not None
+        return torch._C._current_graph_task_id() != -1 or self.backward.replays.collect is not None
 
     @contextlib.contextmanager
     def again(
@@ -255,26 +255,19 @@ class Forward(Engine):
         if not here.entered:
             return None
         started = here.entered.pop()
-        if not isinstance(started, Pass):
-            if here.active is not None and here.active.stack:
-                here.active.stack.pop()
-            if isinstance(started, Block):
-                started.inner.__exit__(None, None, None)
-                started.watch(nested_tensors(out))
-            elif isinstance(started, PublicForward):
-                started.leave(out)
-            elif isinstance(started, Stateful):
-                started.end(raised=out is None and sys.exc_info()[1] is not None)
-            elif started is not None:
-                started.end()
-            return None
-        if out is None and isinstance(error := sys.exc_info()[1], FastDPError):
-            self.backward.refused(error)
-        try:
-            return self._leave_pass(path, started, out)
-        except FastDPError as error:
-            self.backward.refused(error)
-            raise
+        if isinstance(started, Pass):
+            if out is None and isinstance(error := sys.exc_info()[1], FastDPError):
+                self.backward.refused(error)
+            try:
+                return self._leave_pass(path, started, out)
+            except FastDPError as error:
+                self.backward.refused(error)
+                raise
+        if here.active is not None and here.active.stack:
+            here.active.stack.pop()
+        if started is not None:
+            started.leave(out)
+        return None
 
     def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:
         """The outermost forward ends. Returns what to put in place of its result, or None."""
@@ -290,7 +283,7 @@ class Forward(Engine):
                 refuse_filled(self.model)
         if not any(tensor.requires_grad for tensor in nested_tensors(out)):
             COLLECTOR.end(self.backward)  # no backward will
-        if self.backward.rerun.collect is not None:
+        if self.backward.replays.collect is not None:
             return None
         apart = outputs_apart(out, self._is_guess)
         unseen = Layout(self.batch, mixed=started.unseen) if started.unseen else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,16 +204,7 @@ def places_of(uses: Sequence[ParameterUse]) -> dict[int, list[int]]:
     return found
 
 
-class Named(Protocol):
-    """Something that holds tensors, of a call."""
-
-    @property
-    def name(self) -> str: ...
-
-    def versions(self) -> int: ...
-
-
-def check_unwritten(uses: Iterable[Named], versions: Iterable[int]) -> None:
+def check_unwritten(uses: Iterable[Any], versions: Iterable[int]) -> None:
     """Raises StepError where what a use holds is not what it held at these versions."""
     for use, version in zip(uses, versions, strict=True):
         if use.versions() != version:

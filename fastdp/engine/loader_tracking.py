@@ -29,7 +29,8 @@ def handed_out(batch: Any, size: int) -> None:
     for tensor in nested_tensors(batch):
         tensor.__dict__[tensor_notes.LOADED] = True
     engines = list(ENGINES)
-    if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
+    rows = all(engine.batching.dim == 0 and not engine.batching.folded for engine in engines)  # one for each sample
+    if not engines or not rows or size <= 1:
         return
     moment = Generation(LOADERS)
     _LAST.append(moment)

@@ -118,30 +118,30 @@ class LossTracking(TorchFunctionMode):
                 refuse_filled(engine.model)
         if engine is not None and self.batch > 1:
             weighted = self._weighted(roots, given)
-            problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
+            problem = problem_of(
+                weighted, self.batch, self.what.mixed, self.labels, engine.people is not None, engine.mean
+            )
         engines = list(ENGINES)
-        guard_graph([engine.owner for engine in engines], roots)
-        for engine in engines:
-            engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
-        failed = True
-        refused: list[Exception] = []
+        guard_graph([each.owner for each in engines], roots)
+        for each in engines:
+            each.backward_begins(problem, list(tensors_in(roots)), self.batch)
+        failed: BaseException | None = None
         try:
-            out = func(*args, **kwargs)
-            failed = False
-            return out
-        except Exception as error:
-            refused.append(error)
+            return func(*args, **kwargs)
+        except BaseException as error:
+            failed = error
             raise
         finally:
-            reached = [engine for engine in engines if engine.backward.was_reached()]
-            for problem_met in refused:
+            reached = [each for each in engines if each.backward.was_reached()]
+            if isinstance(failed, Exception):
                 for each in reached or ([] if engine is None else [engine]):
-                    each.backward.broken(problem_met)
-                for each in reached if isinstance(problem_met, FastDPError) else ():
-                    each.backward.refused(problem_met)
-            if reached:  # else it was of something else
-                if failed or self.moment.owner is LOADERS or not self.what.waits():
-                    self.turn()
+                    each.backward.broken(failed)
+            if isinstance(failed, FastDPError):
+                for each in reached:
+                    each.backward.refused(failed)
+            # if it was of nothing else
+            if reached and (failed is not None or self.moment.owner is LOADERS or not self.what.waits()):
+                self.turn()
 
     def _choose(self, roots: Sequence[Tensor]) -> None:
         """Of the batches that wait, follow the one of whose outputs these are."""
@@ -293,12 +293,6 @@ class LossTracking(TorchFunctionMode):
         return found
 
 
-def current() -> LossTracking | None:
-    """What is followed in this thread."""
-    found: LossTracking | None = getattr(_HERE, "following", None)
-    return found
-
-
 def start(
     batch: int,
     moment: Generation,
@@ -323,9 +317,9 @@ def start(
 
 def pause() -> None:
     """A forward begins: what is followed now waits until it has ended. (What loaders hand out ends there.)"""
-    found = current()
+    found = present()
     waiting: list[TrackedLoss] = getattr(_HERE, "waiting", [])
-    if found is not None and not found.over:
+    if found is not None:
         waiting = [*found.waiting, found.what]
     _HERE.waiting = [what for what in waiting if what.moment.owner is not LOADERS and what.waits()][-_WAITING:]
     _end()
@@ -337,7 +331,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def present() -> LossTracking | None:
     """What is followed in this thread and not over."""
-    found = current()
+    found: LossTracking | None = getattr(_HERE, "following", None)
     return None if found is None or found.over else found
 
 
@@ -365,7 +359,7 @@ def take_up(found: LossTracking | None) -> None:
 
 def sweep() -> None:
     """Take away what a backward has ended."""
-    if (found := current()) is not None and found.over:
+    if present() is None:
         _HERE.following = None
     remove_over()
 
@@ -377,7 +371,7 @@ def stop() -> None:
 
 
 def _end() -> None:
-    if (found := current()) is not None:
+    if (found := present()) is not None:
         found.finish()
-        _HERE.following = None
+    _HERE.following = None
     remove_over()

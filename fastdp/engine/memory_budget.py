@@ -79,15 +79,17 @@ class Block:
         self._random: States = {}
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
-    def watch(self, outputs: list[Tensor]) -> None:
-        """Keep the gradients that arrive at the outputs."""
+    def leave(self, out: Any) -> None:
+        """The forward ends: keep the gradients that arrive at the outputs."""
+        self.inner.__exit__(None, None, None)
+        outputs = nested_tensors(out)
         with torch._C.DisableTorchFunction():  # an engine's mode is on, which follows the hooks of users
             for tensor in outputs:
                 place = len(self.grads)
                 self.grads.append(None)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
-            inputs = [tensor for ref in self.inputs if (tensor := ref()) is not None]
+            inputs = [given for ref in self.inputs if (given := ref()) is not None]
             self.outlived = self.inner.outlives([*inputs, *outputs])
         self.inner = Inner()
 
@@ -148,19 +150,15 @@ class Replayed(ParameterUse):
         return torch.stack(rows)
 
 
-class Rerun:
-    """The block that runs a second time, if one does, and what takes its uses."""
+class Replays:
+    """The blocks of one forward, and the sums that their second runs give. collect: takes the uses of a second run."""
 
     def __init__(self) -> None:
-        self.block: Block | None = None
         self.collect: Callable[[ParameterUse], None] | None = None
+        self.begin()
 
-
-class Replays:
-    """The blocks of one forward, and the sums that their second runs give."""
-
-    def __init__(self, rerun: Rerun) -> None:
-        self.rerun = rerun
+    def begin(self) -> None:
+        """What comes is of other forwards."""
         self.blocks: dict[str, Block] = {}
         self._last: tuple[Block, Tensor, dict[Part, Tensor]] | None = None  # of one block at a time
 
@@ -203,11 +201,11 @@ class Replays:
                 _check_same(block, use.name, before, now, low or use.operand.dtype.itemsize < 4)
                 found[part] = use.clipped_sum(factors.to(before.device) * _at_most(before, now))
 
-        self.rerun.collect, self.rerun.block = collect, block
+        self.collect = collect
         try:
             block.run()
         finally:
-            self.rerun.collect, self.rerun.block = None, None
+            self.collect = None
         if found.keys() != block.norm_sq.keys():
             raise StepError(_unrepeated(block.path, "parameters that it used before had no gradient the second time"))
         self._last = (block, factors, found)

@@ -20,7 +20,7 @@ _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_mod
 class ModuleHook:
     """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
 
-    def __init__(self, engine: Engine | None, path: str) -> None:
+    def __init__(self, engine: Any, path: str) -> None:
         self.engine, self.path = engine, path
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:

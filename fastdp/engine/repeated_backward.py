@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -164,35 +164,21 @@ class Arrived(NamedTuple):
 
 
 class Kept:
-    """What a call gave within a backward that is like the one before: the rows of its uses, or what these are made of
-    at its end."""
+    """What a call (or the use of another call) gave within a backward that is like the one before: the rows of its
+    uses, or what these are made of at its end."""
 
-    __slots__ = ("call", "given", "use", "rows", "version")
+    __slots__ = ("what", "given", "rows", "version")
 
-    def __init__(
-        self, call: Captured | None, given: Given | None, use: ParameterUse | None, rows: Sequence[Tensor] | None
-    ) -> None:
-        self.call, self.given, self.use, self.rows = call, given, use, rows
+    def __init__(self, what: Captured | ParameterUse, given: Any, rows: Sequence[Tensor] | None) -> None:
+        self.what, self.given, self.rows = what, given, rows
         self.version = self.versions()
 
     def holds(self) -> Sequence[Tensor]:
-        if self.rows is not None:
-            return self.rows
-        assert self.given is not None
-        return (*self.given[1], *self.given[2])
-
-    def own_rows(self) -> Any:
-        """Its rows, computed alone if they wait for others."""
-        if self.rows is not None:
-            return self.rows
-        assert self.call is not None and self.given is not None
-        return self.call.rows(*self.given)
+        return (*self.given[1], *self.given[2]) if self.rows is None else self.rows
 
     @property
     def name(self) -> str:
-        found = self.call or self.use
-        assert found is not None
-        return found.name
+        return self.what.name
 
     def versions(self) -> int:
         return versions(self.holds())
@@ -218,8 +204,7 @@ class Like:
     """
 
     def __init__(self, calls: Sequence[Arrived], gradients: Gradients) -> None:
-        self._calls = [call if isinstance(call, Captured) else None for call, _, _ in calls]
-        self._kinds = [None if isinstance(call, Captured) else _kind(call) for call, _, _ in calls]
+        self._expected = [what if isinstance(what, Captured) else _kind(what) for what, _, _ in calls]
         self._places = list(itertools.accumulate((count for _, count, _ in calls), initial=0))  # of the uses of each
         groups: dict[Any, list[int]] = {}
         for place, (_, _, kind) in enumerate(calls):
@@ -227,7 +212,7 @@ class Like:
                 groups.setdefault(kind, []).append(place)
         self._together = [places for places in groups.values() if len(places) > 1]  # whose rows are computed at the end
         self._late = {place for places in self._together for place in places}
-        self._batch, self._changes = gradients.batch, registry.changes()
+        self._batch, self.changes = gradients.batch, registry.changes()
         self._templates: list[Template] = []
         count = 0
         for use in gradients.uses:
@@ -240,45 +225,35 @@ class Like:
         self._timed = gradients.uses[0].clock is not None
         self._plan = gradients.plan = Plan(gradients)
 
-    @property
-    def holds(self) -> bool:
-        """Whether routes are what they were."""
-        return self._changes == registry.changes()
-
-    def kept(self, place: int, call: Captured, given: Given) -> Kept | None:
-        """What this call gives, if it is what arrived at that place."""
-        if place == len(self._calls) or self._calls[place] is not call:
+    def arrived(self, place: int, what: Captured | ParameterUse, given: Given | None) -> Kept | None:
+        """What this call or use gives, if it is what arrived at that place."""
+        expected = self._expected[place] if place < len(self._expected) else None
+        if isinstance(what, Captured):
+            rows = None if expected is not what or place in self._late else what.rows(*given)  # type: ignore[misc]
+            return Kept(what, given, rows) if expected is what else None
+        if type(what) not in DATA or settled(what) is not what or expected != _kind(what):
             return None
-        return Kept(call, given, None, None if place in self._late else call.rows(*given))
+        return Kept(what, None, _data(what))
 
-    def expects(self, place: int, kept: Kept) -> bool:
-        """Whether this use is what arrived at that place."""
-        if place == len(self._calls) or self._calls[place] is not None or kept.use is None:
-            return False
-        return bool(self._kinds[place] == _kind(kept.use))
-
-    def same(self, kept: Sequence[Kept], batch: int | None) -> bool:
-        """Whether all has arrived."""
-        return len(kept) == len(self._calls) and batch == self._batch
-
-    def leaves(self) -> Collection[int]:
-        """Ids of the parameters that are used."""
-        return self._of.keys()
+    def is_whole(self, tape: ForwardRecord, current: set[int]) -> bool:
+        """Whether all has arrived. current: ids of the model's parameters."""
+        same = len(tape.kept) == len(self._expected) and tape.batch == self._batch
+        return same and tape.people is None and self._of.keys() <= current
 
     def gradients(self, kept: Sequence[Kept], scale: float) -> Repeated:
         """Those of a backward that gave these rows."""
         for places in self._together:
             some = [kept[place] for place in places]
-            assert some[0].call is not None
-            for each, own in zip(some, some[0].call.rows_together([e.given for e in some if e.given]), strict=True):
+            call: Any = some[0].what
+            for each, own in zip(some, call.rows_together([e.given for e in some]), strict=True):
                 each.rows = own
         rows = [row for each in kept for row in each.rows or ()]
         found = Repeated(
             self._templates, rows, self._batch, self._batch, scale, self._of, self._arranged, timed=self._timed
         )
         for each, place in zip(kept, self._places, strict=False):
-            if each.use is not None:
-                found.take(place, each.use)
+            if isinstance(each.what, ParameterUse):
+                found.take(place, each.what)
         found.plan = self._plan.again(found.clocks)
         return found
 
@@ -309,33 +284,15 @@ def begin(tape: ForwardRecord, before: Like | None, repeats: bool) -> None:
     """A backward begins, and may be like the one before. repeats: whether the next one may be like this one, too."""
     if not repeats or tape.early is not None:
         tape.calls = None
-    elif before is not None and before.holds:
+    elif before is not None and before.changes == registry.changes():  # else routes may be others
         tape.like = before
 
 
-def is_like(tape: ForwardRecord, current: Collection[int]) -> bool:
-    """Whether the backward was like the one before to its end. current: ids of the model's parameters."""
-    if tape.like is None or tape.people is not None:
-        return False
-    return bool(tape.like.same(tape.kept, tape.batch) and tape.like.leaves() <= current)
-
-
-def keep_call(tape: ForwardRecord, call: Captured, given: Given, record: Record) -> bool:
-    """Whether this call is what arrived here in the backward before: then its data is kept."""
+def keep(tape: ForwardRecord, what: Captured | ParameterUse, given: Given | None, record: Record) -> bool:
+    """Whether this call or use is what arrived here in the backward before: then its data is kept."""
     if tape.like is None:
         return False
-    return _keep(tape, tape.like.kept(len(tape.kept), call, given), record)
-
-
-def keep_use(tape: ForwardRecord, use: ParameterUse, record: Record) -> bool:
-    """The same of a use of another call."""
-    if tape.like is None:
-        return False
-    kept = Kept(None, None, use, _data(use)) if type(use) in DATA and settled(use) is use else None
-    return _keep(tape, kept if kept is not None and tape.like.expects(len(tape.kept), kept) else None, record)
-
-
-def _keep(tape: ForwardRecord, kept: Kept | None, record: Record) -> bool:
+    kept = tape.like.arrived(len(tape.kept), what, given)
     if kept is None:
         record_kept(tape, record)
         return False
@@ -360,7 +317,8 @@ def record_kept(tape: ForwardRecord, record: Record) -> None:
     for each in kept:
         if each.versions() != each.version:
             raise written_to(each.name)
-        if each.use is not None:
-            record(each.use)
+        if isinstance(each.what, ParameterUse):
+            record(each.what)
         else:
-            record_call(tape, each.call, each.given, each.own_rows())
+            rows = each.what.rows(*each.given) if each.rows is None else each.rows  # (waiting for others)
+            record_call(tape, each.what, each.given, rows)

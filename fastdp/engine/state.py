@@ -18,7 +18,6 @@ from ..batch_axis.python_reads import PythonReads
 from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.row_groups import People
 from ..errors import SampleMixingError
-from ..grad_sample.planner import Planner
 from .activation_hooks import Owner
 from .backward import Backward
 from .call_cache import Memo
@@ -37,6 +36,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         self.model, self.backward, self.batching = model, backward, batching
+        self.planner, self.mean = backward.planner, backward.mean  # of routes; whether the loss is to be a mean
         batching.bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
         self.memo, self.reads, self.sizes = Memo(), PythonReads(model), Sizes()
@@ -46,30 +46,10 @@ class Engine:
         self.batch = 0  # of the last forward
         self.people: People | None = None  # whose its records are, if a sample is a group of them
 
-    @property
-    def planner(self) -> Planner:
-        """Chooses the routes of uses."""
-        return self.backward.planner
-
-    @property
-    def mean(self) -> bool:
-        """Whether the loss is to be a mean over the samples, else a sum."""
-        return self.backward.mean
-
-    @property
-    def grouped(self) -> bool:
-        """Whether a sample is a group of records."""
-        return self.people is not None
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether inputs have one row for each sample, along their first dimension."""
-        return self.batching.dim == 0 and not self.batching.folded
-
     def backward_begins(self, problem: SampleMixingError | Warning | None, roots: list[Tensor], size: int) -> None:
         """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
         self.backward.expect(problem)
-        if self.backward.open_forwards():
+        if self.backward.open_forwards:
             self.backward.others.loss(roots, size, parameters)
 
     def judge_writes(self) -> None:

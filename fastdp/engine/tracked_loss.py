@@ -73,7 +73,7 @@ class Evaluation:
         self._labels = labels
         labels.paused += 1
 
-    def end(self) -> None:
+    def leave(self, out: Any) -> None:
         """The forward ends."""
         self._labels.paused -= 1
 

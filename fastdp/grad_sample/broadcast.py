@@ -82,7 +82,7 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> P
 class _Elementwise(Captured):
     """x (op) w or w (op) x, of data x and an operand w, with op one of add, sub, mul, div."""
 
-    repeatable = by_shapes = native = True
+    by_shapes = native = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, x: Tensor, alpha: Any, second: bool,
                  ndim: int) -> None:  # fmt: skip
@@ -91,7 +91,6 @@ class _Elementwise(Captured):
         self.shape, self.dtype, self.second, self.ndim = x.shape, x.dtype, second, ndim
         self.kind = next(k for k in ("add", "sub", "mul", "div") if k in name.replace("multiply", "mul"))
         self.options = {} if alpha == 1 else {"alpha": alpha}
-        self.reads_values = self.kind == "div" and second
 
     def run(self, ctx: Context, *data: Tensor) -> Any:
         sides = (*data, *ctx.values) if self.second else (*ctx.values, *data)
@@ -173,8 +172,6 @@ def capture_elementwise(forward_pass: ForwardPass, func: Any, args: tuple[Any, .
 
 class _Cat(Captured):
     """cat of data and operands: each operand's gradient is its slice of the output gradient."""
-
-    repeatable = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, parts: list[Tensor], dim: int) -> None:
         super().__init__(forward_pass, name, layout)

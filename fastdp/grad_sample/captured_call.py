@@ -84,8 +84,6 @@ class Captured:
 
     by_shapes = False  # whether all that its rule looked at follows from shapes, types and layouts of the arguments
     fresh = False  # whether the result is one tensor, of memory that is no argument's
-    repeatable = False  # whether compiled code may repeat the call, as long as it holds no tensors
-    reads_values = False  # whether `record_uses` reads those of the operands
     with_made: Callable[..., Any] | None = None  # the function, as (result, *the two of `made`)
     by_rows = False  # whether its uses are known by rows of data (`rows`)
     native = False  # whether torch's own node for the call, with parameters detached, gives the input gradient

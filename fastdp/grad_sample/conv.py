@@ -119,7 +119,7 @@ def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
 
 
 class _Conv(Captured):
-    repeatable = by_shapes = fresh = native = by_rows = True
+    by_shapes = fresh = native = by_rows = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, geometry: Geometry) -> None:
         super().__init__(forward_pass, name, layout)

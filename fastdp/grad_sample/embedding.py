@@ -74,7 +74,7 @@ class Lookup(Positioned):
 class _Embedding(Captured):
     """Rows of a table, by ids; those at `padding_idx` have no gradient."""
 
-    repeatable = by_shapes = True
+    by_shapes = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, padding_idx: int | None = None) -> None:
         super().__init__(forward_pass, name, layout)

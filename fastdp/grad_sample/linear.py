@@ -183,7 +183,7 @@ def as_autocast(ctx: Context, x: Tensor) -> Tensor:
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
-    repeatable = by_shapes = fresh = native = by_rows = True
+    by_shapes = fresh = native = by_rows = True
     flipped = False  # whether the operand is stored [I,O]
 
     def as_computed(self, x: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], 
 class _Left(Captured):
     """W @ x with W [O,I], x [..., I, T]: the gradient is sum_t g_t x_t^T."""
 
-    repeatable = by_shapes = native = True
+    by_shapes = native = True
 
     def run(self, ctx: Context, *data: Tensor) -> Any:
         return torch.matmul(ctx.values[0], data[0])

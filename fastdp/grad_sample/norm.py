@@ -27,8 +27,6 @@ from .rules import attributed, by_sample, sample_layout, use_rule
 class _Norm(Captured):
     """out = xhat * weight + bias: `normalise(x, weight, bias)` with either None gives xhat."""
 
-    repeatable = True
-
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, view: tuple[int, ...],
                  normalise: Callable[..., Tensor]) -> None:  # fmt: skip
         super().__init__(forward_pass, name, layout)
@@ -94,7 +92,7 @@ class _Native(Captured):
     along: the shape that a layer norm goes over; the number of groups.
     """
 
-    repeatable = by_shapes = fresh = native = by_rows = True
+    by_shapes = fresh = native = by_rows = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, along: Any, eps: float) -> None:
         super().__init__(forward_pass, name, layout)

@@ -102,12 +102,7 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, wanted: Wanted) -> Foun
             h = hidden[low:high].gather(1, places.unsqueeze(-1).expand(-1, -1, width))
             y = torch.where(own, labels[low:high].gather(1, places), 0)
             of_token = own.to(kind) * inverse[low:high, None]  # [b, T']
-            fits = (high - low) * count * bytes_of_row <= (LIMIT if normed and not known else PART)
-            if normed and not known and not fits:
-                found = _sliced(head, h, y, of_token, wanted)
-            else:
-                at_once = count if fits else tokens_at_once(count, bytes_of_row)
-                found = _by_tokens(head, h, y, of_token, buffer, wanted, into, at_once)
+            found = _some(head, h, y, of_token, buffer, wanted, into)
             losses[low:high] = torch.where(own, found.losses * of_token, 0).sum(1)
             lse[low:high].scatter_(1, places, torch.where(own, found.lse, 0))
             if dh is not None and found.hidden is not None:
@@ -118,6 +113,19 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, wanted: Wanted) -> Foun
                 assert found.norm_sq is not None and found.bound is not None
                 squares[low - stored : high - stored], bound[low - stored : high - stored] = found.norm_sq, found.bound
     return Found(losses, lse, dh, db, squares, bound, dw)
+
+
+def _some(
+    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
+) -> Found:
+    """Of tokens [b,T,d], whose weights [b,T] are: by whole logits at once, or as many as fit. into: the memory of
+    their gradients of the weight, if these are stored."""
+    normed, row = wanted.weight and into is None, weights.element_size() * head.vocabulary
+    if weights.numel() * row <= (LIMIT if normed else PART):
+        return _by_tokens(head, h, labels, weights, buffer, wanted, into, h.size(1))
+    if normed:
+        return _sliced(head, h, labels, weights, wanted)
+    return _by_tokens(head, h, labels, weights, buffer, wanted, into, tokens_at_once(h.size(1), row))
 
 
 def tokens_at_once(length: int, bytes_of_row: int) -> int:

@@ -41,10 +41,7 @@ def _reference(step: Step) -> None:
 
 
 def _native(step: Step) -> None:
-    tables: list[list[list[int]]] = [[], []]  # of float64 parameters apart
-    for tensors, offset in step.rows():
-        tables[tensors[0].dtype == torch.float64].append(_row(tensors, offset))
-    _run_native(tables, step)
+    _run_native(_tables(step, [_row(tensors, offset) for tensors, offset in step.rows()]), step)
 
 
 def _row(tensors: Sequence[Tensor], offset: int) -> list[int]:
@@ -52,6 +49,12 @@ def _row(tensors: Sequence[Tensor], offset: int) -> list[int]:
     absent = [0] * (4 - len(tensors))
     pointers, kinds = [t.data_ptr() for t in tensors], [DTYPES[t.dtype] for t in tensors]
     return pointers + absent + [tensors[0].numel(), offset] + kinds + absent
+
+
+def _tables(step: Step, rows: Sequence[list[int]]) -> list[list[list[int]]]:
+    """The rows of the parameters, those of float64 apart."""
+    each = [(row, param.dtype == torch.float64) for row, param in zip(rows, step.params, strict=True)]
+    return [[row for row, is_double in each if is_double == double] for double in (False, True)]
 
 
 def _run_native(tables: Sequence[list[list[int]]], step: Step) -> None:
@@ -93,12 +96,9 @@ class StepTable:
         step = Step(self.params, sums, self.states, self.offsets, draw, update, None)
         if not self._tables or len(sums) != len(self.params):
             step.check()
-            tables: list[list[list[int]]] = [[], []]
-            for tensors, offset in step.rows():
-                row = _row(tensors, offset)
-                tables[tensors[0].dtype == torch.float64].append(row)
-                self._order.append((row, tensors[1].dtype, tensors[0].shape))
-            self._tables = tables
+            rows = [_row(tensors, offset) for tensors, offset in step.rows()]
+            self._order = [(row, t.dtype, p.shape) for row, t, p in zip(rows, sums, self.params, strict=True)]
+            self._tables = _tables(step, rows)
         else:
             step.check_numbers()
             home = self.params[0].device

@@ -150,9 +150,10 @@ class Examination:
         base, pool = on or (self.base, self.pool)
         report, truth = self._looked(base, pool, drawn, others)
         if self._fails(report) and self._judged:
-            base, pool = (each.doubled() for each in (on or (self.base, self.pool)))
-            repeat = lambda: self._looked(base, pool, drawn, others)
-            report.problem, report.rounding = judged_in_double(report, truth, self.model, repeat)
+            wide, wide_pool = base.doubled(), pool.doubled()
+            repeat = lambda: self._looked(wide, wide_pool, drawn, others)
+            some = lambda samples: self._looked(base.of(samples), pool, drawn, [])
+            report.problem, report.rounding = judged_in_double(report, truth, self.model, repeat, some)
         return report
 
     def _looked(self, base: Records, pool: Records, drawn: bool, others: list[list[int]]) -> Looked:

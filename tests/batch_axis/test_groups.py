@@ -141,42 +141,19 @@ class Deep(nn.Module):
 def test_two_backwards_under_a_memory_budget(pattern: str) -> None:
     torch.manual_seed(0)
     model, x, keys = Deep(), torch.randn(7, 4, 6), keys_of(PATTERNS[pattern], 7)
-
-    def losses(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().sum((1, 2))
-
+    losses = lambda model, x: model(x).square().sum((1, 2))
     assert compare(model, x, losses, keys, memory_budget=1).worst < TOLERANCE
     engine = PerSampleGradients(model, memory_budget=1)
     engine.group_by(keys)
     losses(model, x).mean().backward()
-    plan = engine.explain()
-    assert "two backwards" in plan and f"{len(set(keys))} groups of 7 records" in plan
+    assert f"{len(set(keys))} groups of 7 records" in engine.explain() and "two backwards" in engine.explain()
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
-def test_sixteen_bits(kind: str) -> None:
-    torch.manual_seed(0)
-    model, x, keys = Deep(checkpointed=False), torch.randn(8, 4, 6), keys_of("aabcaabb", 8)
-    if kind == "bfloat16":
-        model, x = model.bfloat16(), x.bfloat16()
-
-    def losses(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-            return model(x).square().sum((1, 2)).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-
-    exact = norms_of(by_person(truth(model, x, losses, double=False), keys))
-    engine = PerSampleGradients(model)
-    engine.group_by(keys)
-    losses(model, x).mean().backward()
-    torch.testing.assert_close(engine.norms().double(), exact, rtol=2e-2, atol=0)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(backend: str) -> None:
+def test_compiled() -> None:
     torch.manual_seed(0)
     plain, x = Deep(checkpointed=False), torch.randn(6, 4, 6)
     model = copy.deepcopy(plain)
-    model.compile(backend=backend)
+    model.compile(backend="aot_eager")
     engine = PerSampleGradients(model)
     for keys in ("aabcca", "abcdef", "aaabcb"):
         exact = norms_of(by_person(truth(plain, x, lambda m, x: m(x).square().sum((1, 2))), list(keys)))
@@ -209,16 +186,8 @@ def test_verify_by_person() -> None:
 
 def test_a_loss_may_combine_the_records_of_a_person_but_not_of_two() -> None:
     x, keys = torch.randn(6, 2, 5), [0, 0, 0, 1, 1, 1]
-
-    def pairs(model: nn.Module, batch: Tensor) -> Tensor:
-        out = model(batch)
-        return sum(((out[i : i + 3] - out[i : i + 3].mean(0)) ** 2).sum() for i in range(0, len(out), 3))
-
+    variance = lambda out: ((out - out.mean(0)) ** 2).sum()
+    pairs = lambda model, batch: sum(variance(part) for part in model(batch).split(3))
     assert fastdp.verify(mixed_model(0), pairs, x, group_by=keys, loss_reduction="sum").ok
-
-    def over_all(model: nn.Module, batch: Tensor) -> Tensor:
-        out = model(batch)
-        return ((out - out.mean(0)) ** 2).sum()
-
     with pytest.raises(VerificationError, match="depends on other samples"):
-        fastdp.verify(mixed_model(0), over_all, x, group_by=keys, loss_reduction="sum")
+        fastdp.verify(mixed_model(0), lambda model, x: variance(model(x)), x, group_by=keys, loss_reduction="sum")

@@ -139,10 +139,3 @@ def test_what_is_made_of_more_than_sizes_is_not_known():
     assert known(whole[torch.zeros(4, dtype=torch.long, device=META)]) is None
     assert known(torch.arange(4)) is None, "the CPU is asked"
     assert known(numbered(4, META)).numbers().tolist() == [0, 1, 2, 3]
-
-
-def test_a_number_alone_is_written_by_a_mask_of_one():
-    target, mask = torch.zeros(()), torch.tensor(True)
-    tag(mask, Layout(3, mixed="of several samples"))
-    target[mask] = 1.0
-    assert layouts_of(Call(T.__setitem__, (target, mask, 1.0), {}, 3))[0][1].mixed

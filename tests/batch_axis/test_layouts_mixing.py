@@ -14,6 +14,7 @@ import fastdp
 from fastdp.errors import FastDPError
 
 from ..cases import Net
+from ..programs_by_hand import run
 
 B = 3
 
@@ -69,11 +70,26 @@ def other_states(state):
     return function
 
 
+def written(write):
+    def function(m, x):
+        h = m.a(x) * 1.0
+        write(h, x)
+        return h
+
+    return function
+
+
 def ids(x):
     return (x * 3).long()
 
 
 MIXING = {
+    "written_by_others": written(lambda h, x: h.__setitem__((x[:, 0] > 0).roll(1), 0.0)),
+    "column_of_others": written(
+        lambda h, x: h.__setitem__((torch.arange(B), ids(x).flip(0)[:, 0] % B), h.detach()[:, 0] * 2)
+    ),
+    "picked_by_data": lambda m, x: m.a(x)[ids(x)[:, 0] % B],
+    "one_row_picked_for_all": lambda m, x: m.a(x) + m.a(x)[0][ids(x)[:, 0] % B],
     "softmax_by_default": lambda m, x: F.softmax(m.a(x)[:, None]),  # of three dimensions: the first
     "rows_before": lambda m, x: F.pad(m.a(x), (0, 0, -1, 1)) + m.a(x),
     "renorm_in_place": lambda m, x: m.a(x).clone().renorm_(2, 1, 0.5),
@@ -104,6 +120,7 @@ MIXING = {
     "other_state": other_states(lambda h: h.flip(0)[None]),
     "mean_state": other_states(lambda h: h.mean(0).expand(1, B, B)),
     "packed": packed_by_the_wrong_side,
+    "first_of_an_order_by_number": lambda m, x: (lambda h: torch.stack([h[i] for i in range(2)]))(in_order(m, x)),
     "first_of_an_order": lambda m, x: in_order(m, x)[torch.tensor([0, 1])],
     "first_of_an_order_selected": lambda m, x: in_order(m, x).index_select(0, torch.tensor([0, 1])),
     "first_of_an_order_gathered": lambda m, x: in_order(m, x).gather(0, torch.zeros(1, B).long()),
@@ -197,3 +214,8 @@ def test_samples_of_different_lengths_padded():
     model(torch.randn(B, B)).flatten(1).square().sum(1).mean().backward()
     assert engine.norms().shape == (B,)
     engine.detach()
+
+
+def test_rows_picked_by_data_are_refused_in_a_sum_too() -> None:
+    with pytest.raises(FastDPError, match="by another's data"):
+        run(lambda m, h: h[(h[:, 0] > 0).long()], lambda out, labels: out.square().sum(), reduction="sum")

@@ -105,10 +105,6 @@ EXACT = {
     ),
     "global_tokens": global_tokens,
     "rows_counted": lambda m, x, ids, sizes: counted(m, x, sizes),
-    "columns_found": lambda m, x, ids, sizes: found_at(m, x, ids, lambda found, n: found[:, 1].view(n, 2)),
-    "columns_found_by_sample": lambda m, x, ids, sizes: found_at(
-        m, x, ids, lambda found, n: found.view(n, 2, 2)[:, :, 1]
-    ),
 }
 
 

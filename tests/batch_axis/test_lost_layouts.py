@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import BatchReadWarning, FastDPError, UncapturedUseError
 
+from ..cases import Net
 from ..removal import Between, of_rows
 
 B, D = 5, 4
@@ -211,16 +212,8 @@ def test_logging_by_numpy_is_warned_of_and_exact() -> None:
 def test_inputs_that_share_memory_are_themselves() -> None:
     """A batch and a table cut out of one tensor: the table is a constant, and so are its views."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(D, D)
-
-        def forward(self, x: Tensor, table: Tensor) -> Tensor:
-            return self.a(x) + table[0] * table.mean(0)
-
+    model = Net(lambda m, x, table: m.a(x) + table[0] * table.mean(0), a=nn.Linear(D, D))
     whole = torch.randn(B + 2, D)
-    model = Model()
     engine = fastdp.PerSampleGradients(model)
     for _ in range(2):
         model(whole[:B], whole[B:]).square().sum(1).mean().backward()

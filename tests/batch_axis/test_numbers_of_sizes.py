@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import BatchReadWarning, NotVerifiedWarning, SampleMixingError
 
-D = 5
+from ..programs_by_hand import D, run, squares
 
 
 class Scaled(nn.Module):
@@ -80,6 +80,20 @@ def test_numbers_followed_through_tensors_are_warned_of(name: str) -> None:
     assert warned(AT_ONCE[name], [7])
 
 
+SERIES = [6, 9, 4, 12, 8, 5, 11, 7]
+GROWING = {
+    "square": lambda m, h: len(h) ** 2 * 0.013,
+    "logarithm": lambda m, h: math.log1p(len(h)),
+    "a share": lambda m, h: 3.7 * len(h),
+    "inverse": lambda m, h: 0.37 / len(h),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_numbers_that_grow_with_a_size_are_warned_of(name: str) -> None:
+    assert not warned(GROWING[name], SERIES[:3]) and warned(GROWING[name], SERIES)
+
+
 RIGHT = {
     "a schedule": lambda m, h: (len(h), 0.99**m.step)[1],
     "a constant": lambda m, h: (len(h), 0.7)[1],
@@ -92,6 +106,40 @@ RIGHT = {
 def test_other_numbers_are_not(name: str) -> None:
     random.seed(0)
     assert not warned(RIGHT[name], [6, 9, 4, 6, 8, 5, 11, 7])
+
+
+TOLD = {
+    "len": lambda m, h: h * len(h),
+    "shape": lambda m, h: h / h.shape[0],
+    "root": lambda m, h: h / h.size(0) ** 0.5,
+    "tensor": lambda m, h: h * torch.tensor(len(h)),
+    "full": lambda m, h: h * torch.full((1,), len(h)),
+    "of a parameter": lambda m, h: h * (m.token * len(h)),
+    "nonzero": lambda m, h: h * (h > 0).nonzero().shape[0],
+    "selected": lambda m, h: h / h[h > 0].shape[0],
+    "unique": lambda m, h: h * len(torch.unique((h * 3).long())),
+    "where": lambda m, h: h * torch.where(h > 0)[0].size(0),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_numbers_told_by_sizes(name: str) -> None:
+    """Warned of at once, refused in another batch."""
+    with pytest.warns(BatchReadWarning, match="computes with"):
+        run(TOLD[name])
+    with pytest.raises(SampleMixingError, match="computes with"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(TOLD[name], sizes=(6, 5, 7, 6, 4))
+
+
+def test_a_constant_that_equals_the_size_goes_on_working() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert len(run(lambda m, h: h.view(len(h), -1) / 6, sizes=(6, 5, 7, 6))) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(lambda m, h: h.view(len(h), -1) / 6, sizes=(5, 6, 7), loss=squares)
+        run(lambda m, h: h.view(h.shape[0], 2, -1).flatten(1) * 3, sizes=(6, 5, 7))
 
 
 LITERALS = {
@@ -162,6 +210,12 @@ def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
         with pytest.raises(SampleMixingError, match="a power of the number of samples"):
             _scaled(power, [6, 5])
 
+    def by_name(o: Tensor) -> Tensor:
+        part = len(o) / 60
+        return o.mean() + part * o.sqrt().mean()
+
+    assert not _scaled(by_name, [6])  # a weight, for all that its name tells
+    assert _scaled(by_name, [6, 5, 7, 4, 8, 3, 9]) == ["BatchReadWarning"]
     for extra in (lambda o: (o / len(o)).mean(), lambda o: o.sum() * (1 / len(o)) * (1 / len(o))):
         assert "LossReductionWarning" in _scaled(extra, [6, 5])
     weight = 0.1

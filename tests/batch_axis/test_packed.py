@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 import fastdp
 from fastdp.errors import FastDPError
 
 from ..cases import Net, P
+from ..truth import norms_of
 
 B, T, D, ROW = 3, 9, 8, 6
-LENGTHS = {"ragged": [2, 6, 4], "two_images": [4, 4, 4], "none_in_one": [0, 8, 4], "equal": [2, 2, 2]}
+LENGTHS = {"ragged": [2, 6, 4], "two_images": [4, 4, 4], "many_in_one": [2, 8, 2], "equal": [2, 2, 2]}
 
 
 def attend(m, h, lengths):
@@ -66,60 +70,41 @@ def truth_of(model, ids, pixels, lengths):
     return {name: torch.stack([row[name] for row in rows]) for name in named}
 
 
-def check(model, ids, pixels, lengths, truth):
+def refused(model, *batch, match=""):
     engine = fastdp.PerSampleGradients(model)
-    try:
-        model(ids, pixels, lengths).square().flatten(1).mean(1).mean().backward()
-        found, norms = engine.materialize(), engine.norms()
-        factors = torch.tensor([0.5, 2.0, 0.25], dtype=torch.double)
-        sums = engine.clipped_sum(factors)
-    finally:
-        engine.detach()
-    wanted = torch.stack([g.flatten(1).square().sum(1) for g in truth.values()]).sum(0).sqrt()
-    torch.testing.assert_close(norms.double(), wanted, rtol=1e-6, atol=0)
-    for name, g in truth.items():
-        torch.testing.assert_close(found[name], g, rtol=1e-7, atol=1e-10)
-        summed = torch.tensordot(factors, g, 1)
-        torch.testing.assert_close(sums[name], summed, rtol=1e-7, atol=1e-10)
+    with pytest.raises(FastDPError, match=match):
+        model(*batch).square().mean().backward()
+        engine.norms()
+    engine.detach()
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", [*LENGTHS, "equal rows need no mark"])
 def test_marked_rows_are_exact(name):
-    model, lengths = model_of(), LENGTHS[name]
-    if name == "none_in_one":
-        lengths = [2, 8, 2]
+    model, lengths = model_of(), LENGTHS.get(name, LENGTHS["two_images"])
     ids, pixels = batch_of(lengths)
-    truth = truth_of(model, ids, pixels, lengths)
-    owner = torch.arange(B).repeat_interleave(torch.tensor(lengths))
-    check(model, ids, fastdp.mark_rows(pixels, owner), lengths, truth)
+    exact = truth_of(model, ids, pixels, lengths)
+    if name in LENGTHS:
+        fastdp.mark_rows(pixels, torch.arange(B).repeat_interleave(torch.tensor(lengths)))
+    engine = fastdp.PerSampleGradients(model)
+    model(ids, pixels, lengths).square().flatten(1).mean(1).mean().backward()
+    factors = torch.tensor([0.5, 2.0, 0.25], dtype=torch.double)
+    found, norms, sums = engine.materialize(), engine.norms(), engine.clipped_sum(factors)
+    engine.detach()
+    torch.testing.assert_close(norms.double(), norms_of(exact), rtol=1e-6, atol=0)
+    for name, g in exact.items():
+        torch.testing.assert_close(found[name], g, rtol=1e-7, atol=1e-10)
+        torch.testing.assert_close(sums[name], torch.tensordot(factors, g, 1), rtol=1e-7, atol=1e-10)
 
 
-def test_equal_rows_need_no_mark():
-    model, lengths = model_of(), LENGTHS["two_images"]
-    ids, pixels = batch_of(lengths)
-    check(model, ids, pixels, lengths, truth_of(model, ids, pixels, lengths))
-
-
-@pytest.mark.parametrize("mark", [None, [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]])
-def test_a_wrong_guess_or_mark_is_refused(mark):
-    """Twelve rows for three samples look like four each; they are 2, 6 and 4."""
-    model, lengths = model_of(), LENGTHS["ragged"]
+@pytest.mark.parametrize(
+    "lengths,mark", [([2, 6, 4], None), ([2, 6, 4], [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]), ([2, 6, 2], None)]
+)
+def test_a_wrong_guess_or_mark_is_refused(lengths, mark):
+    """Twelve rows for three samples look like four each; they are 2, 6 and 4. Ten rows cannot be guessed."""
     ids, pixels = batch_of(lengths)
     if mark is not None:
         fastdp.mark_rows(pixels, mark)
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError):
-        model(ids, pixels, lengths).square().mean().backward()
-    engine.detach()
-
-
-def test_an_unmarked_ragged_batch_names_the_way_out():
-    model, lengths = model_of(), [2, 6, 2]
-    ids, pixels = batch_of(lengths)
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError, match="mark_rows"):
-        model(ids, pixels, lengths).square().mean().backward()
-    engine.detach()
+    refused(model_of(), ids, pixels, lengths, match="" if sum(lengths) == 12 else "mark_rows")
 
 
 UNCONFIRMED = {
@@ -135,13 +120,7 @@ UNCONFIRMED = {
 @pytest.mark.parametrize("name", UNCONFIRMED)
 def test_a_guess_that_nothing_confirms_is_refused(name):
     """Two views of each sample, one block after another: the guess (neighbours) would be wrong."""
-    torch.manual_seed(0)
-    model = Net(UNCONFIRMED[name], a=nn.Linear(D, D))
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError):
-        model(torch.randn(B, D), torch.randn(2 * B, D)).square().sum().backward()
-        engine.norms()
-    engine.detach()
+    refused(Net(UNCONFIRMED[name], a=nn.Linear(D, D)), torch.randn(B, D), torch.randn(2 * B, D))
 
 
 @pytest.mark.parametrize("shared", ["marked", "seen"])
@@ -159,21 +138,64 @@ def test_a_table_among_the_inputs_is_no_sample(shared):
     torch.testing.assert_close(found, torch.stack(truth), rtol=1e-7, atol=1e-10)
 
 
-def test_marks_that_do_not_fit():
-    with pytest.raises(ValueError, match="shape"):
-        fastdp.mark_rows(torch.zeros(4, 2), [0, 1])
-    model = Net(lambda m, x, rows: m.a(x), a=nn.Linear(D, D))
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError, match="3 samples"):
-        model(torch.zeros(3, D), fastdp.mark_rows(torch.zeros(2, D), [0, 3]))
-    engine.detach()
-
-
 def test_rows_in_another_order_beside_a_parameter_are_refused():
-    torch.manual_seed(0)
     parts = {name: nn.Linear(D, D) for name in "abc"}
-    model = Net(lambda m, x: m.c(torch.cat([m.w.expand(B, 1, D), m.a(x), m.b(x).flip(0)], 1)), w=P(1, 1, D), **parts)
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(FastDPError):
-        model(torch.randn(B, 4, D)).square().mean().backward()
-    engine.detach()
+    joined = lambda m, x: m.c(torch.cat([m.w.expand(B, 1, D), m.a(x), m.b(x).flip(0)], 1))
+    refused(Net(joined, w=P(1, 1, D), **parts), torch.randn(B, 4, D))
+
+
+# --------------------------------------------------------------------------- rows numbered within their group
+
+
+def within(counts: Tensor) -> Tensor:
+    starts = F.pad(counts.cumsum(0)[:-1], (1, 0)).repeat_interleave(counts)
+    return torch.arange(int(counts.sum())) - starts
+
+
+def patches(m: Any, rows: Tensor, counts: Tensor, owner: Tensor, numbers: Any, by_place: bool = False) -> Tensor:
+    scales = counts.repeat_interleave(counts)[:, None]
+    if by_place:
+        scales = scales * torch.linspace(0.5, 1.5, len(scales))[:, None]
+    h = (m.inner(rows) + m.places(numbers(counts)) * scales).tanh()
+    return m.head(torch.zeros(len(counts), D).index_add(0, owner, h))
+
+
+def numbering(numbers: Any = within, by_place: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    parts = {"inner": nn.Linear(D, D), "places": nn.Embedding(32, D), "head": nn.Linear(D, 3)}
+    return Net(lambda m, *inputs: patches(m, *inputs, numbers, by_place), **parts)
+
+
+def counted_rows(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    rows = fastdp.mark_rows(torch.randn(len(owner), D), owner, len(counts))
+    return rows, torch.tensor(counts), fastdp.mark_rows(owner, owner, len(counts))
+
+
+@pytest.mark.parametrize("counts", [[4, 4, 4], [4, 2, 5]])
+def test_numbers_within_groups_are_the_samples_own(counts: list[int]) -> None:
+    net = numbering()
+    rows, numbers, owner = counted_rows(counts)
+    losses = [
+        net(rows[owner == b], numbers[b : b + 1], owner[owner == b] * 0).square().sum() for b in range(len(counts))
+    ]
+    grads = [torch.autograd.grad(loss, list(net.parameters())) for loss in losses]
+    exact = norms_of({str(i): torch.stack(parts).double() for i, parts in enumerate(zip(*grads, strict=True))})
+    engine = fastdp.PerSampleGradients(net)
+    net(rows, numbers, owner).square().sum(1).mean().backward()
+    torch.testing.assert_close(engine.norms().double(), exact, rtol=1e-5, atol=0)
+
+
+WRONG: dict[str, Any] = {
+    "starts of others": lambda c: torch.arange(len(c.repeat_interleave(c))) - c.cumsum(0).flip(0).repeat_interleave(c),
+    "places in the batch": lambda c: c.cumsum(0).repeat_interleave(c) - torch.arange(int(c.sum())),
+    "one too far": lambda c: within(c) + (c.cumsum(0).repeat_interleave(c) > 9),
+    "by place": within,  # constants, where others move the rows
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_numbers_made_of_sums_over_the_batch_are_refused(name: str) -> None:
+    by_place = name == "by place"
+    model = numbering(lambda counts: WRONG[name](counts).abs(), by_place)
+    refused(model, *counted_rows([4, 2, 5]), match="by position" if by_place else "")

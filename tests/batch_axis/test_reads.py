@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch.nn as nn
 
 import fastdp
 from fastdp.errors import BatchReadWarning, VerificationError
-from fastdp.utils import code_location
 
 from ..cases import Net, P, square
 
@@ -107,15 +104,3 @@ def test_verified_reads_are_not_warned_of():
 def test_verify_names_what_was_read():
     with pytest.raises(VerificationError, match=r"test_reads.py, line \d+, being False: all\(\) in module 'Net'"):
         fastdp.verify(model_of(harmful), square, batch_of(4, 2, 3))
-
-
-def test_a_folder_whose_name_begins_like_fastdps_is_the_users() -> None:
-    """Code beside the installed package, or a copy of it: what it reads and computes with is looked at."""
-    for path in (
-        code_location.FASTDP.rstrip("/") + "_experiments/train.py",
-        code_location.TORCH.rstrip("/") + "_extras/loss.py",
-    ):
-        namespace: dict[str, Any] = {"sys": sys}
-        exec(compile("def asking():\n    return sys._getframe()", path, "exec"), namespace)
-        frame = namespace["asking"]()
-        assert code_location.users(frame) is frame

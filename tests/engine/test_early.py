@@ -115,46 +115,10 @@ def test_the_same_bits_as_at_the_end_of_backward(taken, clipping):
     assert len(taken_early(taken, net, clipping=clipping)) == 4 * 7  # every layer, also those with two uses
 
 
-def test_norms_are_those_of_single_samples(taken):
-    model = net()
-    _, norms = trained(model, steps=1, noise_multiplier=0.0)
-    assert taken
-    truth = net().double()
-    for b, row in enumerate(batch(0)):
-        truth.zero_grad()
-        loss_of(truth, row[None]).sum().backward()
-        for layer, rows in norms.items():
-            square = sum(p.grad.square().sum() for p in truth.get_submodule(layer).parameters(recurse=False))
-            assert float(rows[b]) == pytest.approx(float(square.sqrt()), rel=1e-4)
-
-
 @pytest.mark.parametrize("how", ["reentrant", "not"])
 def test_checkpointing(taken, how):
     early = taken_early(taken, lambda: net(how), digits=1e-5)
     assert len(early) == 4 * (7 if how == "not" else 1)  # a region that runs again is not counted: those wait
-
-
-def two_forwards(model, seed):
-    (loss_of(model, batch(seed)) + loss_of(model, batch(seed + 50))).mean().backward()
-
-
-def two_backwards(model, seed):
-    first, second = loss_of(model, batch(seed)).mean(), loss_of(model, batch(seed + 50)).mean()
-    first.backward()
-    third = loss_of(model, batch(seed + 90)).mean()
-    (second + third).backward()
-
-
-def a_dropped_graph(model, seed):
-    if seed == 1:
-        loss_of(model, batch(70))
-    loss_of(model, batch(seed)).mean().backward()
-
-
-@pytest.mark.filterwarnings("ignore:(?s).*(several|more than one|backward).*:UserWarning")
-@pytest.mark.parametrize("step", [two_forwards, two_backwards, a_dropped_graph])
-def test_several_forwards_before_a_backward(taken, step):
-    assert taken_early(taken, net, step) or step is two_backwards  # whose layers wait
 
 
 def of_rows(model, seed):
@@ -222,36 +186,6 @@ def test_a_sample_that_is_not_finite_contributes_to_no_layer(taken, style):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-class Steep(torch.autograd.Function):
-    """The identity, whose gradient is infinite for the third sample."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        grad[2] = float("inf")
-        return grad
-
-
-def test_a_sample_that_is_not_finite_in_the_first_layers_keeps_its_bound(taken):
-    """The last layer is taken before that shows: it contributes there, by no more than the layer's clipping norm."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
-    optimizer = fastdp.DPSGD(model, lr=1.0, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
-                             expected_batch_size=1.0, loss_reduction="sum")  # fmt: skip
-    x, before = torch.randn(B, D), [p.detach().clone() for p in model.parameters()]
-    model[1](Steep.apply(model[0](x))).square().sum().backward()
-    optimizer.step()
-    assert taken == [2, 2] and optimizer.nonfinite_samples == 1
-    changes = [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
-    for layer, count in ((0, B - 1), (2, B)):
-        moved = torch.cat([change.flatten() for change in changes[layer : layer + 2]])
-        assert moved.isfinite().all() and 0 < float(moved.norm()) <= count / 2**0.5 * 1.0001
-
-
 def test_a_use_that_comes_late_is_refused_and_nothing_is_kept(monkeypatch):
     model = net()
     optimizer = layerwise(model)
@@ -268,20 +202,6 @@ def test_a_use_that_comes_late_is_refused_and_nothing_is_kept(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     loss_of(model, batch(0)).mean().backward()
     optimizer.step()
-
-
-def test_data_that_is_written_to_before_the_last_use_arrives(taken):
-    def twice(m, x):
-        first = m.layer(x)
-        between = torch.relu(first)
-        first.register_hook(lambda grad: (between.detach().mul_(2), None)[1])
-        return m.layer(between)
-
-    model = cases.Net(twice, layer=nn.Linear(D, D))
-    optimizer = layerwise(model)
-    with pytest.raises((fastdp.errors.StepError, RuntimeError), match="written to in place|inplace operation"):
-        model(torch.randn(B, D)).square().sum(1).mean().backward()
-    assert not taken and not optimizer._privacy.busy
 
 
 def test_clipping_that_changes_within_backward_is_refused(taken):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastdp
 
-from ..cases import Net, P, square
+from ..cases import square
 from ..routes import forced
 from ..truth import assert_step
 
@@ -78,16 +78,6 @@ def test_samples_that_are_no_numbers_are_left_out(model_and_data: tuple[nn.Modul
         optimizer.detach()
     for a, b in zip(*sums, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_a_long_vector_that_is_looked_up_and_a_scalar() -> None:
-    """What is kept of a parameter changes its form from step to step; a scalar's gradient has no dimension."""
-    model = Net(lambda m, ids: m.scale * (m.table[ids] if m.lookup else m.table.sum() + ids * m.table[0]),
-                table=P(20_000), scale=P(), lookup=False)  # fmt: skip
-    engine = fastdp.PerSampleGradients(model)
-    for model.lookup in (False, True, True, False, True):
-        assert_step(engine, torch.randint(0, 20_000, (B, 4)), square)
-    assert engine.clipped_sum(torch.ones(B))["scale"].shape == ()
 
 
 @pytest.mark.parametrize("base", ["DPSGD", "DPAdamW", "DPRMSprop"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.engine import foreach
-from fastdp.grad_sample.linear import Many, Matmul
-from fastdp.ops import conv as conv_ops
-from fastdp.ops.geometry import Geometry
+from fastdp.grad_sample.linear import Many
 
 from ..ops.by_triton import launches, serve_by_triton
 from ..routes import forced
 from ..truth import assert_step
 
 pytest.importorskip("triton")
-from fastdp.kernels import common, many
+from fastdp.kernels import many
 
 B, LAYERS, D = 3, 4, 16
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")]
@@ -147,41 +143,6 @@ def test_a_launch_for_all_layers_of_a_shape(dtype: torch.dtype) -> None:
     assert sums["weighted_kernel"] == 1
 
 
-def test_convolutions_of_1_by_1_go_in_one_launch_and_others_by_their_kernels() -> None:
-    norms, sums = launched(Images().bfloat16(), images(6).bfloat16())
-    assert norms["gram_kernel"] == sums["clipped_kernel"] == 1, (norms, sums)
-    assert launched(Images().bfloat16(), images(6).bfloat16(), "direct")[1]["conv_kernel"] == 2
-
-
-def test_stored_gradients_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those too large for the bundle of small ones: `up` and `down`, the head, the table, the bundle."""
-    monkeypatch.setattr(foreach, "SMALL", 40)
-    monkeypatch.setattr(Matmul, "abreast_limit", 0)  # none is too small to be stored
-    norms, sums = launched(Language(tied=False), tokens(), "materialise")
-    assert norms["square_kernel"] == 5 and sums["weighted_kernel"] == 4, (norms, sums)
-    with forced("materialise"):
-        assert_step(fastdp.PerSampleGradients(Language(tied=False)), tokens(), losses)
-
-
-@pytest.mark.parametrize("budget", [None, 1 << 30])
-def test_an_odd_vocabulary_is_filled_up_once(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy of the logits' gradient, with columns of zeros, takes its place for the norm and for the sum; under a
-    budget parts of it are copied for each."""
-    made = []
-    monkeypatch.setattr(common, "F", SimpleNamespace(pad=lambda x, by: made.append(x.shape) or F.pad(x, by)))
-    model, ids = Language(tied=False).to(torch.bfloat16), tokens()
-    engine = fastdp.PerSampleGradients(model, memory_budget=budget)
-    with forced("gram"):
-        z = model(ids).float().flatten(0, 1)  # whose gradient lies row by row
-        F.cross_entropy(z, ids.roll(1, 1).flatten(), reduction="none").view(B, -1).mean(1).mean().backward()
-        norms, sums = engine.norms(), engine.clipped_sum(torch.ones(B))
-    assert made == [(B, 16, 19)] * (1 if budget is None else 2)
-    rows = engine.materialize()["head.weight"]
-    assert sums["head.weight"].shape == (19, D) and sums["head.weight"].is_contiguous()
-    torch.testing.assert_close(sums["head.weight"].float(), rows.float().sum(0), rtol=1e-2, atol=1e-3)
-    assert bool(norms.isfinite().all())
-
-
 def test_data_goes_with_the_last_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch took is dropped before the next: only sums stand beside what is still to come."""
     monkeypatch.setattr(many, "MOST", 2 * 4 * 2 * D * D)  # two layers a launch
@@ -228,35 +189,3 @@ def test_replayed_steps_go_together_too() -> None:
 
 
 # --------------------------------------------------------------------------- which convolutions are products
-
-GEOMETRY = Geometry((D, D, 1, 1), (1, 1), (0, 0), (1, 1), 1, False, (0, 0))
-
-
-def sides(dtype: torch.dtype = torch.bfloat16, side: int = 5) -> tuple[Tensor, Tensor]:
-    return torch.randn(B, 1, D, side, side).to(dtype), torch.randn(B, 1, D, side, side).to(dtype)
-
-
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_channels_are_laid_out_once_where_each_call_would_copy_them(kernel: int) -> None:
-    geometry = GEOMETRY._replace(weight=(D, D, kernel, kernel), padding=(kernel // 2, kernel // 2))
-    x, g = sides()
-    laid = conv_ops.laid_out(x, g, geometry)
-    assert all(torch.equal(a, b) and a.stride(2) == 1 for a, b in zip(laid, (x, g), strict=True))
-    again = conv_ops.laid_out(*laid, geometry)
-    assert all(a is b for a, b in zip(again, laid, strict=True)), "they lie so already"
-    same = conv_ops.laid_out(*sides(torch.float32), geometry)
-    assert all(a.is_contiguous() for a in same), "float32 is read as it lies"
-    whole = conv_ops.laid_out(*sides(side=4), geometry)  # 16 positions are whole vectors
-    assert whole[1].is_contiguous() and whole[0].is_contiguous() is (kernel == 1)
-
-
-def test_what_is_a_product() -> None:
-    x, g = sides()
-    found = conv_ops.product_of(x, g, GEOMETRY)
-    assert found is not None and found[0].data_ptr() == x.data_ptr() and found[1].shape == (B, 25, D)
-    assert conv_ops.product_of(x[..., :4], g[..., :4], GEOMETRY) is None, "rows with gaps are no one stride apart"
-    for change in ({"groups": 2}, {"stride": (2, 1)}, {"padding": (0, 1)}, {"weight": (D, D, 3, 1)},
-                   {"transposed": True}):  # fmt: skip
-        assert conv_ops.product_of(x, g, GEOMETRY._replace(**change)) is None
-    assert conv_ops.product_of(x, g.float(), GEOMETRY) is None and conv_ops.product_of(x[:0], g[:0], GEOMETRY) is None
-    assert conv_ops.product_of(torch.cat([x, x], 1), torch.cat([g, g], 1), GEOMETRY) is None

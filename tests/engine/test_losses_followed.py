@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 
 import numpy as np
@@ -13,9 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.batch_axis import tensor_notes
-from fastdp.batch_axis.layout import Layout
-from fastdp.engine import loss_tracking
 from fastdp.errors import BatchReadWarning, LossReductionWarning, SampleMixingError
 
 from ..programs_by_hand import C, D, Program, WithLoss, assert_norms_of_single_samples, run, truth
@@ -75,6 +71,7 @@ COUPLED = {
     "added to two places": lambda o, y: o.new_zeros(2, C).index_add(0, PERMUTED % 2, o).square().sum() / len(o),
     "folded": lambda o, y: o.square().sum(1).view(2, 3).sum(1).square().sum(),
     "sums of some": lambda o, y: o.square().sum(1).view(2, 3).sum(1)[0],
+    "samples for classes": lambda o, y: F.cross_entropy(torch.cat([o, o], 1)[:, :6].T, y),
     "correlation": lambda o, y: (o.T @ o).square().sum(),
 }
 APART = {
@@ -94,7 +91,23 @@ APART = {
     "a sum over samples first": lambda o, y: o.square().sum(0).sum() / len(o),
     "kl": lambda o, y: F.kl_div(o.log_softmax(1), torch.ones_like(o).softmax(1), reduction="batchmean"),
     "soft labels": lambda o, y: F.cross_entropy(o, F.one_hot(y, C) * 0.9 + 0.025),
+    "dot with ones": lambda o, y: (o.square().sum(1) @ o.new_ones(len(o)) + o[:, 0].dot(o[:, 1])) / len(o),
+    "einsum": lambda o, y: torch.einsum("bc,bd->", o, o.square()) / len(o),
+    "einsum, unsaid": lambda o, y: torch.einsum("bc,bc", o, o) / len(o),
     "mean of what is a number": lambda o, y: o.square().nanmean(),
+    "product with ones": lambda o, y: (o.square().sum(1)[None] @ o.new_ones(len(o), 1)).sum() / len(o),
+    "linear with ones": lambda o, y: F.linear(o.square().T, o.new_ones(2, len(o))).sum() / len(o),
+    "bmm with ones": lambda o, y: torch.bmm(o.square().T[None], o.new_ones(1, len(o), 2)).sum() / len(o),
+    "vecdot with ones": lambda o, y: torch.linalg.vecdot(o[:, 0].square(), o.new_ones(len(o))) / len(o),
+    "tensordot with ones": lambda o, y: torch.tensordot(o.square(), o.new_ones(len(o)), ([0], [0])).sum() / len(o),
+    "norm of order 1": lambda o, y: (o.norm(p=1) + torch.linalg.vector_norm(o, 1, dim=0).sum()) / len(o),
+    "last of running sums": lambda o, y: o.square().cumsum(0)[-1].sum() / len(o),
+    "added to one place": lambda o, y: (
+        o.new_zeros(1, C).index_add(0, torch.zeros(len(o)).long(), o.exp()).sum() / len(o)
+    ),
+    "scattered to one place": lambda o, y: (
+        o.new_zeros(1).scatter_add(0, torch.zeros(len(o)).long(), o[:, 0].exp())[0] / len(o)
+    ),
     "masked by numbers": lambda o, y: (o.square().sum(1) * (y < 9).to(o)).sum() / (y < 9).to(o).sum(),
     "weights of columns": lambda o, y: (o.square().mean(0) * o.new_tensor([1.0, 2.0, 3.0, 4.0])[:C]).sum(),
     "weights of as many losses as samples": lambda o, y: (
@@ -233,25 +246,6 @@ def test_targets_that_mix_samples_are_refused() -> None:
         consistency(model, x, torch.randn(6, 5, D), torch.ones(6, 5) > 0, torch.randint(0, 9, (6, 3))).backward()
 
 
-def test_nothing_stays_behind() -> None:
-    model = Program(same)
-    optimizer = fastdp.DPSGD(
-        model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=6
-    )
-    for _ in range(2):
-        model(torch.randn(6, D)).square().sum(1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert not torch.overrides._get_current_function_mode_stack()
-    model(torch.randn(6, D))  # no backward
-    assert not torch.overrides._get_current_function_mode_stack()  # its graph is gone
-    with torch.device("cpu"):
-        out = model(torch.randn(6, D))
-    assert len(torch.overrides._get_current_function_mode_stack()) == 1 and out.requires_grad
-    optimizer.detach()
-    assert not torch.overrides._get_current_function_mode_stack()
-
-
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "budget"])
 def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
     class Block(nn.Module):
@@ -271,23 +265,6 @@ def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
         losses.mean().backward()
         optimizer.step()
         assert not torch.overrides._get_current_function_mode_stack()
-
-
-def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
-    """Copies of weights are no labels, and labels made by hand are no numbers by place, later on."""
-    waiting = nn.Linear(3, 2)
-    fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
-    out = waiting(torch.randn(4, 3))  # no backward
-    tensor_notes.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
-    saved = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter, values in zip(model.parameters(), saved, strict=True):
-        parameter.data.mul_(0.5).add_(values, alpha=0.5)
-    x, y = torch.randn(4, 3), torch.zeros(4, 4)
-    y[torch.arange(4), torch.tensor([0, 2, 1, 1])] = 1.0
-    y[2] = 0.0
-    assert loss_tracking.current() is not None and out.requires_grad
-    assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
 
 
 def test_numbers_by_place_from_before_the_forward_are_seen_of_a_loaders_batches() -> None:
@@ -315,33 +292,3 @@ def test_other_modes_may_begin_within_and_end_after() -> None:
         with torch.device("cpu"):
             out = model(torch.randn(6, D))
         out.mean(0).square().sum().backward()
-
-
-def test_two_engines_in_one_loss() -> None:
-    """A generator and a discriminator, each private."""
-    one, two = nn.Linear(D, D), nn.Linear(D, 1)
-    first, second = fastdp.PerSampleGradients(one), fastdp.PerSampleGradients(two)
-    for _ in range(2):
-        fake = one(torch.randn(6, D))
-        F.softplus(two(fake.detach())).mean().backward()
-        assert second.norms().shape == (6,)
-        F.softplus(-two(fake)).mean().backward()
-        assert first.norms().shape == (6,)
-
-
-def test_beside_a_default_device() -> None:
-    model = Program(same)
-    engine = fastdp.PerSampleGradients(model)
-    torch.set_default_device("cpu")
-    try:
-        out = model(torch.randn(6, D))
-        torch.set_default_device("cpu")
-        with pytest.raises(SampleMixingError):
-            out.mean(0).square().sum().backward()
-        model(torch.randn(6, D))
-    finally:
-        torch.set_default_device(None)
-        with contextlib.suppress(AttributeError):  # torch 2.9 would ask this None for its device from now on
-            del torch._GLOBAL_DEVICE_CONTEXT.device_context
-    engine.detach()
-    assert not torch.overrides._get_current_function_mode_stack()

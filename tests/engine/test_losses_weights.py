@@ -122,15 +122,6 @@ def test_constants_and_each_samples_own_are_exact(name: str, size: int) -> None:
     torch.testing.assert_close(found.double(), truth(same, APART[name], size), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, F.multi_margin_loss])
-def test_as_many_classes_as_samples_from_the_first_step_on(loss) -> None:
-    """Then the weights of classes might be labels, by their size."""
-    weights = torch.linspace(0.5, 2, C)
-    (found,) = run(same, lambda o, y: loss(o, y, weight=weights.to(o.dtype), reduction="sum"), (C,), reduction="sum")
-    exact = truth(same, lambda o, y: loss(o, y, weight=weights.to(o.dtype), reduction="sum"), C)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", [name for name in APART if "gather" in name or "take" in name or "index" in name])
 def test_tables_are_looked_up_within_the_model(name: str) -> None:
     assert_norms_of_single_samples(WithLoss(APART[name]), torch.randn(5, D), torch.tensor([0, 3, 1, 1, 2]))
@@ -246,32 +237,6 @@ def test_what_cannot_be_known_is_warned_of() -> None:
 def test_labels_of_others_are_refused(name: str) -> None:
     with pytest.raises(SampleMixingError):
         step(MIXED[name])
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda m, x, y, p: F.cross_entropy(m(x)[p], y[p]),
-        lambda m, x, y, p: (lambda o, labels: F.cross_entropy(o[p], labels))(m(x), y[p]),
-    ],
-)
-def test_outputs_and_labels_in_one_order_are_no_doubt(loss) -> None:
-    assert not step(loss)
-
-
-def test_a_buffer_that_is_written_to_is_no_label_in_the_next_step() -> None:
-    model, buffer = nn.Linear(D, C), torch.ones(6, C)
-    fastdp.PerSampleGradients(model)
-
-    def forward() -> None:
-        out = model(torch.randn(6, D))
-        loss = (out * (buffer * 1.0)).sum(1).mean()
-        buffer.copy_(out.detach())
-        loss.backward()
-
-    forward()
-    with pytest.raises(SampleMixingError, match="earlier batch"):
-        forward()
 
 
 # --------------------------------------------------------------------------- constants that equal the batch's size

@@ -59,22 +59,6 @@ def test_a_checkout_without_compiled_kernels_says_so_once(checkout: Path) -> Non
     assert MISSING not in run(checkout, FASTDP_CPU="0")
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("_C.cpython-39-x86_64-linux-gnu.so", "_C.cpython-39-x86_64-linux-gnu.so is for another Python or system"),
-    ("_C.so", "fastdp._C does not load ("),
-])  # fmt: skip
-def test_an_extension_that_cannot_be_loaded_is_told_from_one_that_is_not_there(
-    name: str, why: str, checkout: Path
-) -> None:
-    file = checkout / "fastdp" / name
-    file.write_bytes(b"no library")
-    try:
-        said = run(checkout)
-    finally:
-        file.unlink()
-    assert said.count(MISSING) == 1 and why in said and "FASTDP_CPU=1 python -m pip" in said, said
-
-
 def test_a_gpu_without_triton_and_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = {
         name: Operator(name, print, {"cuda": Kernel(backend, lambda why=why: why)})

@@ -104,18 +104,6 @@ def test_what_is_private_or_no_parameter_between_model_and_loss_hears_nothing():
             step([ordinary], public(x).square().sum(1).mean())
 
 
-def test_what_is_unfrozen_later_is_named_then():
-    model, x = net(), torch.randn(6, 4)
-    model[0].requires_grad_(False)
-    mine = private(model, model[2].parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step([mine], model(x).square().sum(1).mean())
-    model[0].requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"0\.weight, 0\.bias"):
-        step([mine, torch.optim.SGD(model[0].parameters(), lr=0.1)], model(x).square().sum(1).mean())
-
-
 def test_no_false_alarm():
     """Frozen trunks, detached inputs, inputs that are attacked, gradients from before, added groups."""
     x = torch.randn(6, 4)
@@ -165,50 +153,3 @@ def test_a_sample_rate_far_below_batch_by_records_is_warned_of_once():
     assert rated(0.1) == [] and rated(0.08) == [] and rated(1.0) == []
     assert len(rated(0.04)) == 1
     assert rated(1 / 11, records=601) == []
-
-
-def test_of_several_loaders_the_one_that_fits_counts():
-    model = net()
-    mine = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.01)
-    public = iter(DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=6))
-    next(public)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for (x,) in DataLoader(TensorDataset(torch.randn(600, 4)), batch_size=6):
-            step([mine], model(x).square().sum(1).mean())
-            break
-
-
-def test_a_poisson_loader_tells_its_own_rate():
-    model = net()
-    mine = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, sample_rate=0.01)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for (x,) in fastdp.poisson_loader(TensorDataset(torch.randn(600, 4)), sample_rate=0.01, steps=2):
-            step([mine], model(x).square().sum(1).mean())
-
-
-@pytest.mark.parametrize("rate, size, told", [(0.01, 50, 1), (0.01, 40, 1), (0.1, 50, 0), (0.1, 40, 0)])
-def test_a_larger_loader_that_stands_still_does_not_hide_a_rate_that_is_too_low(rate, size, told):
-    """An open iteration over a validation set, say."""
-    other = iter(DataLoader(TensorDataset(torch.randn(100_000, 4)), batch_size=size))
-    next(other)
-    assert len(rated(rate, records=400, batch=40)) == told
-    next(other)
-
-
-def test_a_small_loader_beside_the_one_that_trains_says_nothing():
-    """Two that are read in turns: the batches of the size at hand are believed, of these the larger."""
-    model = net()
-    mine = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.01)
-    private_data = DataLoader(TensorDataset(torch.randn(600, 4)), batch_size=6)
-    public = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for (x,), _ in zip(private_data, public, strict=False):
-            step([mine], model(x).square().sum(1).mean())
-    low = fastdp.DPSGD(two := net(), lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.001)
-    large = DataLoader(TensorDataset(torch.randn(60_000, 4)), batch_size=60)
-    with pytest.warns(UserWarning, match="6 of the 600 records"):
-        for (x,), _, _ in zip(private_data, large, range(4), strict=False):
-            step([low], two(x).square().sum(1).mean())

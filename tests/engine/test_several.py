@@ -121,15 +121,6 @@ def test_remedies() -> None:
     assert run(APART["a pair of single samples"], Model(), batch_size=1)[0].numel() == 1
 
 
-def test_the_last_batch_of_pairs_may_be_one() -> None:
-    model = Model()
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
-    for size in (B, 1):
-        total(model(X[:size].clone()) - model(Y[:size].clone())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_batches_of_a_loader_are_not_joined() -> None:
     data = torch.utils.data.TensorDataset(torch.ones(8, D))
     fastdp.DPSGD(model := Model(), lr=0.1, noise_multiplier=1.0)

@@ -6,24 +6,19 @@ test_sources_libraries.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.utils.prune as prune
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fastdp
 from fastdp.errors import ParameterError, UncapturedUseError
 
-from ..cases import Net, P, net, shake, square
+from ..cases import P, net, square
 from ..truth import compare, norms_of, truth
 
 B, T, D = 3, 5, 8
@@ -98,15 +93,6 @@ def test_pruned() -> None:
 # --------------------------------------------------------------------------- functional_call
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("call", [torch.func.functional_call, nn.utils.stateless.functional_call])
-def test_functional_call_with_the_models_own_parameters(call: Any) -> None:
-    def losses(model: nn.Module, x: Tensor) -> Tensor:
-        return call(model, dict(model.named_parameters()), (x,)).square().mean(1)
-
-    assert compare(mlp(), torch.randn(B, D), losses).worst < TOLERANCE
-
-
 @pytest.mark.parametrize("kind", ["derived", "foreign", "foreign parameters"])
 def test_functional_call_with_other_tensors_is_refused(kind: str) -> None:
     model = mlp()
@@ -133,18 +119,6 @@ def test_functional_call_within_a_forward() -> None:
 
 
 # --------------------------------------------------------------------------- types and memory formats
-
-
-def test_channels_last_models() -> None:
-    convolutions = (
-        nn.Conv2d(3, 8, 3, stride=2, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, groups=4),
-    )
-    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(72, 4)).to(memory_format=torch.channels_last)
-    x = torch.randn(B, 3, 9, 9).to(memory_format=torch.channels_last)
-    assert not model[0].weight.is_contiguous() and compare(shake(model), x, square).worst < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -204,78 +178,10 @@ def test_a_model_changed_after_the_optimizer_was_made(name: str) -> None:
     renewed.step()
 
 
-def test_frozen_additions_and_removals_are_let_through() -> None:
-    model, x = mlp(), torch.randn(B, D)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=B)
-    model.append(nn.Linear(4, 4).requires_grad_(False))
-    square(model, x).mean().backward()
-    optimizer.step()
-    del model[3], model[2]
-    square(model, x).mean().backward()
-    optimizer.step()
-
-
 # --------------------------------------------------------------------------- copies
 
 
-def test_copies_by_torch_save_are_plain_models() -> None:
-    """Others in test_order."""
-    model, x, file = mlp(), torch.randn(B, D), io.BytesIO()
-    fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=B)
-    torch.save(model, file)
-    file.seek(0)
-    assert compare(torch.load(file, weights_only=False), x, square).worst < TOLERANCE
-
-
-def test_averaged_models_follow_the_private_one() -> None:
-    model, x = mlp(), torch.randn(B, D)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=B)
-    average, by_hand = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), None
-    for _ in range(3):
-        square(model, x).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model)
-        now = model[0].weight.detach().clone()
-        by_hand = now if by_hand is None else 0.9 * by_hand + 0.1 * now
-    torch.testing.assert_close(average.module[0].weight, by_hand)
-    assert average(x).shape == (B, 4)
-    assert compare(AveragedModel(mlp()), x, square).worst < TOLERANCE
-
-
 # --------------------------------------------------------------------------- several devices and processes
-
-
-def test_data_parallel_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"DataParallel.*\.module"):
-        fastdp.PerSampleGradients(nn.DataParallel(mlp()))
-
-
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
-def test_distributed_data_parallel_is_the_whole_model_of_an_optimizer() -> None:
-    with one_process():
-        wrapped = nn.parallel.DistributedDataParallel(mlp())
-        optimizer = fastdp.DPSGD(wrapped, lr=0.1, noise_multiplier=1.0, expected_batch_size=B)
-        for _ in range(2):
-            square(wrapped, torch.randn(B, D)).mean().backward()
-            optimizer.step()
-        assert not wrapped.require_backward_grad_sync
-        optimizer.detach()
-        assert wrapped.require_backward_grad_sync
-        with pytest.raises(ParameterError, match="DistributedDataParallel"):
-            fastdp.PerSampleGradients(wrapped)
-        with pytest.raises(ParameterError, match="DistributedDataParallel"):
-            fastdp.PerSampleGradients(nn.Sequential(wrapped))
 
 
 def test_parameters_without_values_are_refused() -> None:
@@ -285,23 +191,3 @@ def test_parameters_without_values_are_refused() -> None:
         fastdp.PerSampleGradients(model)
     model[2].requires_grad_(False)
     fastdp.PerSampleGradients(model)
-
-
-def test_scripted_models_are_refused() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(mlp())
-    with pytest.raises(ParameterError, match="plain model"):
-        fastdp.PerSampleGradients(scripted)
-
-
-def test_a_part_shared_with_a_plain_model() -> None:
-    """Two models over one trunk, one of them private: the other trains on as it did."""
-    trunk = nn.Linear(D, D)
-    private, plain = nn.Sequential(trunk, nn.Linear(D, 4)), nn.Sequential(copy.deepcopy(trunk), nn.Linear(D, 4))
-    x = torch.randn(B, D)
-    assert compare(private, x, square).worst < TOLERANCE
-    square(plain, x).mean().backward()
-    assert plain[0].weight.grad is not None
-    model = Net(lambda m, x: m.b(m.a(x)), a=trunk, b=plain[1])
-    assert compare(model, x, square).worst < TOLERANCE

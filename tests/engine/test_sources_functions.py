@@ -113,16 +113,6 @@ def test_a_function_that_mixes_samples_is_refused() -> None:
         compare(*net(lambda m, x: m.b(Centred.apply(m.a(x))), torch.randn(B, D), a=nn.Linear(D, D), b=nn.Linear(D, 4)))
 
 
-def test_observers_of_quantisation_aware_training_are_refused() -> None:
-    quantiser = torch.ao.quantization.FakeQuantize.with_args(
-        observer=torch.ao.quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=255
-    )()
-    with pytest.raises(SampleMixingError, match="module 'q"):
-        compare(
-            *net(lambda m, x: m.b(m.q(m.a(x))), torch.randn(B, D), a=nn.Linear(D, D), b=nn.Linear(D, 4), q=quantiser)
-        )
-
-
 # --------------------------------------------------------------------------- transforms of torch.func
 
 
@@ -159,14 +149,3 @@ def test_transforms_of_data_without_gradients_are_warned_of() -> None:
 def test_transforms_of_parameters_and_data_name_the_parameter() -> None:
     with pytest.raises(UncapturedUseError, match=r"'a\.weight' \(linear\(\) in module 'a', inside torch.func"):
         compare(*net(lambda m, x: torch.vmap(m.a)(x).tanh(), torch.randn(B, D), a=nn.Linear(D, D)))
-
-
-def test_transforms_of_constants_are_let_through() -> None:
-    """Masks, as transformers makes them."""
-
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        steps = torch.arange(x.size(1))
-        mask = torch.vmap(lambda i: torch.vmap(lambda j: i >= j)(steps))(steps)
-        return m.b(m.a(x).mT @ mask.to(x.dtype)).tanh()
-
-    assert compare(*net(forward, torch.randn(B, T, D), a=nn.Linear(D, D), b=nn.Linear(T, 4))).worst < TOLERANCE

@@ -134,15 +134,3 @@ def test_data_in_a_parameter_is_refused(way: str, trained: bool) -> None:
     model.codes.data = before.clone()  # the remedy
     (model(torch.randn(6, 4)) + model.codes.sum(0)).square().sum(1).mean().backward()
     optimizer.step()
-
-
-def test_an_interrupted_forward_leaves_no_mode():
-    model = Writes("count")
-    _private(model)
-    handle = model.layer.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-        model(torch.randn(6, 4))
-    handle.remove()
-    with torch.no_grad():
-        model(torch.randn(6, 4))
-    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.engine.gradients import Gradients
-from fastdp.errors import StepError
 from fastdp.grad_sample import device_streams
 
 from .. import cases
@@ -89,11 +88,6 @@ def test_the_end_of_backward_waits_for_the_side_stream(device: Device) -> None:
     assert held and held <= {number for name, number in device.kept if name == "main"}
 
 
-def test_nothing_waits_where_there_is_one_stream(device: Device) -> None:
-    run(device, None)
-    assert device.notes == ["end"] and [name for name, _ in device.kept] == ["main"], "the input is kept for it"
-
-
 @pytest.mark.parametrize("stream", ["main", "side"])
 def test_inputs_of_another_stream_are_kept_for_the_forwards(device: Device, stream: str) -> None:
     """A loader's copies, made on a stream of its own: their memory waits for the stream that reads them."""
@@ -122,30 +116,3 @@ def test_streams_change_within_a_backward(device: Device) -> None:
     first = [id(t) for use in engine._last().uses if use.operand is model.first.weight for t in use.holds()]
     kept = {number for name, number in device.kept if name == "side"}
     assert kept and not kept & set(first)
-
-
-def test_without_streams() -> None:
-    assert device_streams.current(torch.device("cpu")) is None
-    assert device_streams.current(torch.device("meta")) is None
-    assert device_streams.current(torch.device("mps")) is None
-    noted = device_streams.Streams()
-    model = Net()
-    engine = fastdp.PerSampleGradients(model)
-    model(torch.randn(6, 5)).square().sum(1).mean().backward()
-    for use in engine._last().uses:
-        noted.note(use, use.operand.device)
-    assert not noted._seen
-
-
-def test_what_is_computed_later_is_watched_over_too() -> None:
-    """A use of the generic rule holds its data in a function: writes into it are seen as into any other's."""
-
-    model = cases.Net(lambda m, x: torch.hypot(x, m.weight), weight=nn.Parameter(torch.ones(5)))
-    engine = fastdp.PerSampleGradients(model)
-    x = torch.randn(6, 5)
-    model(x).square().sum(1).mean().backward()
-    assert engine.norms().shape == (6,)
-    assert all(use.holds() for use in engine._last().uses)
-    x.zero_()
-    with pytest.raises(StepError, match="written to in place"):
-        engine.norms()

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
 from fastdp.ops import cuda
-
-from .test_streams import Net
 
 triton = pytest.importorskip("triton")
 from fastdp.kernels import clipped, conv, linear, many, norm, rows, segments  # noqa: E402
@@ -121,41 +118,6 @@ def test_compiled_kernels_are_given_the_current_stream(monkeypatch: pytest.Monke
 # ---------------------------------------------------------------------- on a GPU
 
 
-@ON_GPU
-@pytest.mark.parametrize("where", ["forward", "both"])
-def test_a_side_stream_on_a_gpu(where: str) -> None:
-    """The gradient of the first layer comes late, on the stream of the forward; norms and sums are right."""
-    x, labels = torch.randn(6, 5), torch.randint(0, 3, (6,))
-
-    def norms_and_sums(model: nn.Module, x: Tensor, labels: Tensor, late: bool) -> list[Tensor]:
-        engine = fastdp.PerSampleGradients(model)
-        if late:
-            cycles = 200_000_000
-            model.first.register_forward_hook(  # type: ignore[union-attr]
-                lambda module, args, out: out.register_hook(lambda grad: torch.cuda._sleep(cycles)) and None
-            )
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                loss = F.cross_entropy(model(x), labels)
-                if where == "both":
-                    loss.backward()
-            if where == "forward":
-                loss.backward()
-            else:
-                torch.cuda.current_stream().wait_stream(side)
-        else:
-            F.cross_entropy(model(x), labels).backward()
-        norms = engine.norms()
-        return [norms.cpu(), *[value.cpu() for value in engine.clipped_sum(torch.ones_like(norms)).values()]]
-
-    want = norms_and_sums(Net(), x, labels, False)
-    for _ in range(3):
-        found = norms_and_sums(Net().cuda(), x.cuda(), labels.cuda(), True)
-        for value, right in zip(found, want, strict=True):
-            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
-
-
 def sleep_before_gradients(module: nn.Module, cycles: int = 200_000_000) -> None:
     """What comes of this module's backward comes late, on the stream of its forward."""
     module.register_forward_hook(
@@ -207,17 +169,6 @@ def plainly(given: Callable[[], Any]) -> Tensor:
     return step_of(model, ids.to(next(model.parameters()).device), optimizer)
 
 
-def aside(given: Callable[[], Any]) -> Tensor:
-    """Forward, backward and step on a side stream, whose results the caller's stream waits for."""
-    model, ids, optimizer = given()
-    side, ids = torch.cuda.Stream(), ids.cuda()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        norms = step_of(model, ids, optimizer)
-    torch.cuda.current_stream().wait_stream(side)
-    return norms
-
-
 def half_aside(given: Callable[[], Any]) -> Tensor:
     """The forward alone on a side stream: norms, sums and noise run on the caller's, which must wait."""
     model, ids, optimizer = given()
@@ -257,7 +208,7 @@ def prefetched(given: Callable[[], Any]) -> Tensor:
 
 @ON_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("run", [aside, half_aside, prefetched])
+@pytest.mark.parametrize("run", [half_aside, prefetched])
 def test_kernels_wait_for_what_they_read(run: Callable[[Any], Any], dtype: torch.dtype) -> None:
     """By Triton and CUDA C++, with gradients that come late: the same steps, bit by bit, as on one stream."""
     want, found = steps("cuda", dtype, plainly), steps("cuda", dtype, run)

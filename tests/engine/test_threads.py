@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.engine.compile_stance import PLAINLY
 from fastdp.errors import SampleMixingError, StepError
 
 from ..truth import assert_refused, norms_of, truth
@@ -132,15 +130,6 @@ def test_a_forward_with_grad_in_another_thread_is_refused(when: str) -> None:
         assert_exact(engine)
 
 
-def test_training_may_change_threads() -> None:
-    model = Net()
-    engine = fastdp.PerSampleGradients(model)
-    in_thread(lambda: step(model, batch(4)), modes=1)
-    step(model, batch())
-    assert_exact(engine)
-    assert in_thread(lambda: model(batch(4)).detach().shape, modes=1) == (4, 3)  # between steps
-
-
 def test_one_backward_through_forwards_of_two_threads_is_refused() -> None:
     model = Net()
     fastdp.PerSampleGradients(model)
@@ -148,16 +137,6 @@ def test_one_backward_through_forwards_of_two_threads_is_refused() -> None:
     second = model(batch()).square().sum(1).mean()
     with pytest.raises(StepError, match="two threads"):
         (first + second).backward()
-
-
-def test_a_thread_without_a_backward_leaves_nothing_on() -> None:
-    gc.collect()
-    before = PLAINLY._wanted
-    model = Net()
-    fastdp.PerSampleGradients(model)
-    in_thread(lambda: model(batch()).detach().shape, modes=1)
-    gc.collect()
-    assert PLAINLY._wanted == before
 
 
 def test_a_thread_that_died_in_its_forward_does_not_block_others() -> None:
@@ -170,18 +149,6 @@ def test_a_thread_that_died_in_its_forward_does_not_block_others() -> None:
     model.within = fail
     assert isinstance(in_thread(lambda: model(batch()), modes=1), KeyError)
     step(model, batch())
-    assert_exact(engine)
-
-
-def test_evaluation_with_backward_hooks_in_another_thread() -> None:
-    model = Net()
-    model.first.register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    engine = fastdp.PerSampleGradients(model)
-    found: list[Any] = []
-
-    model.within = lambda: found.append(in_thread(evaluate(model)))
-    step(model, batch())
-    assert found[0].shape == (4, 3)
     assert_exact(engine)
 
 
@@ -233,14 +200,3 @@ def test_data_in_other_formats(name: str) -> None:
 def test_data_in_other_formats_that_cannot_be_followed(name: str) -> None:
     kind, change = REFUSED[name]
     assert_refused(Kept(change), batch(), square, "dense|another's", kind)
-
-
-@pytest.mark.parametrize("layer", [lambda f, x: f(x), lambda f, x: torch.sparse.mm(x, f.weight.t()) + f.bias])
-def test_sparse_inputs(layer: Any) -> None:
-    class Sparse(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(layer(self.first, x).tanh())
-
-    engine = fastdp.PerSampleGradients(model := Sparse())
-    model(batch().to_sparse()).square().sum(1).mean().backward()
-    assert_exact(engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 import fastdp
 from fastdp.errors import BatchLayoutError
 
-from ..cases import Net, square
-from ..truth import compare
+from ..cases import Net
 
 B = 4
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -77,28 +75,6 @@ def test_translation(before: bool, length: int) -> None:
     _assert_exact(Translator(), loss, (source, target), one, batch_first=False)
 
 
-class Entailment(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.encoder, self.head = nn.Embedding(30, 8), nn.LSTM(8, 6), nn.Linear(12, 3)
-
-    def forward(self, batch: Any) -> Tensor:
-        texts = (batch.premise, batch.hypothesis)
-        return self.head(torch.cat([self.encoder(self.words(text))[1][0][-1] for text in texts], 1))
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_inputs_that_are_attributes(told: bool) -> None:
-    premise, hypothesis, y = torch.randint(0, 30, (5, B)), torch.randint(0, 30, (6, B)), torch.tensor([0, 1, 2, 1])
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(types.SimpleNamespace(premise=batch[0], hypothesis=batch[1])), batch[2])
-
-    one = lambda i: (premise[:, i : i + 1].clone(), hypothesis[:, i : i + 1].clone(), y[i : i + 1])
-    options = {"batch_size": B} if told else {}
-    _assert_exact(Entailment(), loss, (premise, hypothesis, y), one, batch_first=False, **options)
-
-
 # --------------------------------------------------------------------------- texts one after another
 
 
@@ -131,12 +107,6 @@ def test_bags_by_offsets(options: dict[str, Any], lengths: list[int]) -> None:
     _assert_exact(Texts(**options), loss, (text, ends if last else ends[:-1].clone(), y), one)
 
 
-def test_weights_of_bags_that_are_a_parameter() -> None:
-    forward = lambda m, ids: m.bags(ids, per_sample_weights=m.weights.expand(ids.shape))
-    model = Net(forward, bags=nn.EmbeddingBag(50, 8, mode="sum"), weights=nn.Parameter(torch.rand(3)))
-    assert compare(model, torch.randint(0, 50, (B, 3)), square).worst < 1e-5
-
-
 # --------------------------------------------------------------------------- layers
 
 
@@ -153,29 +123,6 @@ def test_adaptive_softmax(labels: list[int]) -> None:
     x, y = torch.randn(6, 4), torch.tensor(labels)  # a cluster of several samples, of one, of none
     loss = lambda m, batch: m.head(m.body(batch[0]), batch[1]).loss
     _assert_exact(Adaptive(), loss, (x, y), lambda i: (x[i : i + 1], y[i : i + 1]), count=6)
-
-
-class KernelsOfSamples(nn.Module):
-    """Of each sample its own kernel, by as many groups of channels as samples."""
-
-    def __init__(self, transposed: bool, groups: int) -> None:
-        super().__init__()
-        self.transposed, self.groups, self.make = transposed, groups, nn.Linear(4, 4 * 6 // groups * 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = (4, 6 // self.groups) if self.transposed else (6, 4 // self.groups)
-        kernels = self.make(x.mean((2, 3))).reshape(-1, shape[1], 3, 3)
-        function = F.conv_transpose2d if self.transposed else F.conv2d
-        out = function(x.reshape(1, -1, *x.shape[2:]), kernels, padding=1, groups=len(x) * self.groups)
-        return out.reshape(len(x), 6, *x.shape[2:])
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_kernel_for_each_sample(transposed: bool, groups: int) -> None:
-    x, weights = torch.randn(B, 4, 5, 5), torch.randn(6, 5, 5)
-    loss = lambda m, x: (m(x) * weights).sum((1, 2, 3)).square().mean()
-    _assert_exact(KernelsOfSamples(transposed, groups), loss, x, lambda i: x[i : i + 1])
 
 
 # --------------------------------------------------------------------------- empty batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +16,19 @@ import fastdp
 from fastdp.errors import SampleMixingError
 
 from ..cases.base import B, D, Net, P, T, square
-from ..truth import compare
+from ..truth import against, compare, truth
 
 H = 2  # heads
+ATTENTION = F.scaled_dot_product_attention
 
 
 def heads(x: Tensor) -> Tensor:
     return x.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
-def attend(m: Any, x: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+def attend(m: Any, x: Tensor, mask: Tensor | None = None, attention: Any = ATTENTION, **options: Any) -> Tensor:
     q, k, v = (heads(m.qkv(x)[..., i * D : (i + 1) * D]) for i in range(3))
-    return m.out(F.scaled_dot_product_attention(q, k, v, mask, **options).transpose(1, 2).flatten(2))
+    return m.out(attention(q, k, v, mask, **options).transpose(1, 2).flatten(2))
 
 
 def parts(**more: Any) -> dict[str, Any]:
@@ -35,86 +37,65 @@ def parts(**more: Any) -> dict[str, Any]:
 
 def drop_every_third(weights: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """In place of dropout: by position within a sample, so that one sample alone drops the same."""
-    return weights * (torch.arange(weights[0].numel()).view(weights.shape[1:]) % 3 > 0) / (1 - p)
+    return weights * (torch.arange(weights[0].numel()).view(weights.shape[1:]) % 3 > 0) / (1 - p) if p else weights
 
 
-FORWARDS = {
-    "bias": lambda m, x: attend(m, x, m.bias[None]),
-    "bias and mask": lambda m, x: attend(m, x, m.bias[None].masked_fill((x[..., 0] > 1)[:, None, None], -torch.inf)),
-    "bias and scale": lambda m, x: attend(m, x, m.bias[None], scale=0.3),
-    "bias of few keys": lambda m, x: F.scaled_dot_product_attention(
-        heads(m.qkv(x)[..., :D]), heads(m.few(x)), heads(m.few(x)).tanh(), m.bias[None], enable_gqa=True).flatten(1),
-}  # fmt: skip
+def by_steps(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v))
+    scores = q @ k.mT * (q.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:]).tril() > 0
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return drop_every_third(torch.softmax(scores, -1), dropout_p) @ v
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+def resampler(m: Any, x: Tensor, attention: Any, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """The same trained queries for every sample, keys of data."""
+    q, k = heads(m.queries[None]).expand(len(x), -1, -1, -1), heads(m.few(x))
+    return attention(q, k, k.tanh(), mask, **options).flatten(1)
+
+
+def seen(x: Tensor) -> Tensor:
+    """[B,1,1,T]: a mask of the data, by which every sample sees its first token."""
+    return ((x[..., 1] > 0) | (torch.arange(x.size(1)) == 0))[:, None, None]
+
+
+FORWARDS: dict[str, Callable[..., Tensor]] = {
+    "bias": lambda m, x, attention, **p: attend(m, x, m.bias[None], attention, **p),
+    "bias and scale": lambda m, x, attention, **p: attend(m, x, m.bias[None], attention, scale=0.3, **p),
+    "bias of few keys": lambda m, x, attention, **p: attention(
+        heads(m.qkv(x)[..., :D]), heads(m.few(x)), heads(m.few(x)).tanh(), m.bias[None], enable_gqa=True, **p
+    ).flatten(1),
+    "trained queries": resampler,
+    "trained queries, causal": lambda m, x, attention, **p: resampler(m, x, attention, is_causal=True, **p),
+    "trained queries, padding": lambda m, x, attention, **p: resampler(m, x, attention, seen(x), **p),
+    "bias and mask": lambda m, x, attention, **p: attend(
+        m, x, m.bias[None].masked_fill(~seen(x), -torch.inf), attention, **p
+    ),
+}
+
+
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_masks_made_of_parameters(name: str, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", FORWARDS)
+def test_exact(name: str, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     if p and name == "bias and mask":
-        return  # data by then: torch's own attention drops out
-    torch.manual_seed(0)
-    own = F.scaled_dot_product_attention
-
-    def with_dropout(*args: Any, **kwargs: Any) -> Tensor:
-        return own(*args, **kwargs, dropout_p=p)
-
-    model = Net(FORWARDS[name], **parts(bias=P(H, T, T), few=nn.Linear(D, D)))
-    if p:  # the truth too drops by position: it takes the steps of the softmax
-        monkeypatch.setattr(F, "dropout", drop_every_third)
-        monkeypatch.setattr(F, "scaled_dot_product_attention", by_steps(p))
-        wanted = fastdp.PerSampleGradients(model)
-        x = torch.randn(B, T, D)
-        square(model, x).mean().backward()
-        norms = wanted.norms()
-        wanted.detach()
-        monkeypatch.setattr(F, "scaled_dot_product_attention", with_dropout)
-        engine = fastdp.PerSampleGradients(model)
-        square(model, x).mean().backward()
-        torch.testing.assert_close(engine.norms(), norms)
-        return
-    assert compare(model, torch.randn(B, T, D), square).worst < 1e-5
-
-
-def by_steps(p: float) -> Any:
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None, enable_gqa: bool = False):
-        if enable_gqa:
-            k, v = (t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v))
-        scores = q @ k.mT * (q.size(-1) ** -0.5 if scale is None else scale) + mask
-        return drop_every_third(torch.softmax(scores, -1), p) @ v
-
-    return attention
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_trained_queries_with_dropout(causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resampler: the same queries for every sample, keys of data."""
-    if causal and masked:
-        return  # torch takes one of them
+        pytest.skip("data by then: torch's own attention drops out")
     torch.manual_seed(0)
     monkeypatch.setattr(F, "dropout", drop_every_third)
-
-    def forward(m: Any, x: Tensor, by_hand: bool = False) -> Tensor:
-        q, k = heads(m.queries[None]).expand(len(x), -1, -1, -1), heads(m.keys(x))
-        mask = (x[..., 1] < 1)[:, None, None] if masked else None
-        if not by_hand:
-            return F.scaled_dot_product_attention(q, k, k.tanh(), mask, dropout_p=0.5, is_causal=causal).flatten(1)
-        scores = q @ k.mT / q.size(-1) ** 0.5
-        hidden = torch.ones(scores.shape[-2:]).triu(1) > 0 if causal else ~mask if masked else None
-        scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-        return (drop_every_third(scores.softmax(-1)) @ k.tanh()).flatten(1)
-
-    model = Net(forward, queries=P(3, D), keys=nn.Linear(D, D))
+    model = Net(
+        lambda m, x: FORWARDS[name](m, x, m.attention, dropout_p=p),
+        **parts(bias=P(H, T, T), queries=P(3, D), few=nn.Linear(D, D)),
+        attention=by_steps,
+    )
     x = torch.randn(B, T, D)
-    x[..., 0, 1] = 0  # something to look at in every sample
-    engine = fastdp.PerSampleGradients(model)
-    square(model, x).mean().backward()
-    found = engine.norms()
-    engine.detach()
-    for b in range(B):
-        loss = square(lambda x: model.function(model, x, by_hand=True), x[b : b + 1]).sum()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        torch.testing.assert_close(found[b], sum(g.square().sum() for g in grads).sqrt(), rtol=1e-4, atol=1e-6)
+    exact = truth(model, x, square)
+    model.attention = ATTENTION
+    assert against(exact, model, x, square).worst < 1e-5
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -145,20 +126,20 @@ def test_masks_of_data_cost_no_trial(p: float, kind: Any, tokens: int, monkeypat
         assert compare(model, (torch.randn(B, tokens, D), keep), square).worst < 1e-5
 
 
-@pytest.mark.parametrize("wrong", ["keys of others", "mask of others", "samples in the place of tokens", "grouped"])
-def test_attention_across_samples_is_refused(wrong: str) -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        h = m.out(x)
-        if wrong == "keys of others":
-            return F.scaled_dot_product_attention(h, h.flip(0), h)
-        if wrong == "mask of others":
-            return F.scaled_dot_product_attention(h, h, h, (x[..., 0] > 0).flip(0)[:, None])
-        if wrong == "grouped":  # [T, B, 4]: three samples' queries look at one's keys
-            h = h.transpose(0, 1)[:, :, None]
-            return F.scaled_dot_product_attention(h, h[:, :1], h[:, :1], enable_gqa=True)
-        return F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3)
+ACROSS = {
+    "keys of others": lambda h, x: ATTENTION(h, h.flip(0), h),
+    "mask of others": lambda h, x: ATTENTION(h, h, h, (x[..., 0] > 0).flip(0)[:, None]),
+    "three samples' queries look at one's keys": lambda h, x: ATTENTION(
+        h.mT.permute(2, 0, 1)[:, :, None], *[h.mT.permute(2, 0, 1)[:, :1, None]] * 2, enable_gqa=True
+    ),
+    "samples in the place of tokens": lambda h, x: ATTENTION(*[h.transpose(0, 1)] * 3),
+}  # fmt: skip
 
-    model = Net(forward, **parts())
-    fastdp.PerSampleGradients(model)
+
+@pytest.mark.parametrize("wrong", ACROSS)
+def test_attention_across_samples_is_refused(wrong: str) -> None:
+    model = Net(lambda m, x: ACROSS[wrong](m.out(x), x), **parts())
+    engine = fastdp.PerSampleGradients(model)
     with pytest.raises(SampleMixingError):
         model(torch.randn(B, T, D)).square().sum().backward()
+    engine.detach()

@@ -16,24 +16,12 @@ from torch import nn
 import fastdp
 from fastdp import ops
 
+from ..cases import Net
 from ..truth import norms_of, truth
 
 B, T, D = 3, 6, 16
 SCALES = [1.0, 2.0**10, 2.0**17, 2.0**22]
 ALLOWED = 1e-4
-
-
-class Call(nn.Module):
-    """The function `forward(self, x)` of named modules and parameters."""
-
-    def __init__(self, forward, **members):
-        super().__init__()
-        for name, member in members.items():
-            setattr(self, name, member)
-        self._forward = forward
-
-    def forward(self, x):
-        return self._forward(self, x)
 
 
 class Cancelling(nn.Module):
@@ -61,11 +49,11 @@ def losses(model, batch):
     return model(*batch)
 
 
-def check(model, batch, loss=losses, exact=True, terms=0.0):
+def check(model, batch, exact=True, terms=0.0):
     """What a sample adds to the clipped sum is at most R, and norms are right but for the rounding of `terms`."""
-    true = norms_of(truth(model, batch, loss))
+    true = norms_of(truth(model, batch, losses))
     engine = fastdp.PerSampleGradients(copy.deepcopy(model))
-    loss(engine.model, batch).mean().backward()
+    losses(engine.model, batch).mean().backward()
     norms = engine.norms().double()
     bound = float(true.min()) / 100
     factors = (bound / norms).clamp(max=1).float()
@@ -107,10 +95,6 @@ def parameter(*shape):
     return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
 
 
-def first(out):
-    return out[0]
-
-
 def routed(m, x):
     """Every token to one of two matrices."""
     rows = x.flatten(0, 1)
@@ -135,20 +119,20 @@ def tied_parts(m, x):
 
 MODELS = {
     "linear": (lambda: nn.Linear(D, D), tokens),
-    "linear_of_images": (lambda: Call(lambda m, x: m.a(x.flatten(1)), a=nn.Linear(144, 5)), images),
+    "linear_of_images": (lambda: Net(lambda m, x: m.a(x.flatten(1)), a=nn.Linear(144, 5)), images),
     "stored": (lambda: nn.Linear(D, 3), tokens),
-    "matmul": (lambda: Call(lambda m, x: x @ m.w, w=parameter(D, D)), tokens),
-    "matmul_left": (lambda: Call(lambda m, x: m.w @ x, w=parameter(T, T)), tokens),
-    "addmm": (lambda: Call(lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w).view(x.shape), w=parameter(D, D),
+    "matmul": (lambda: Net(lambda m, x: x @ m.w, w=parameter(D, D)), tokens),
+    "matmul_left": (lambda: Net(lambda m, x: m.w @ x, w=parameter(T, T)), tokens),
+    "addmm": (lambda: Net(lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w).view(x.shape), w=parameter(D, D),
                            b=parameter(D)), tokens),
-    "view": (lambda: Call(lambda m, x: F.linear(x, m.w.T) + x @ m.w, w=parameter(D, D)), tokens),
-    "slices": (lambda: Call(lambda m, x: F.linear(x, m.w[:D]) * F.linear(x, m.w[D:]), w=parameter(2 * D, D)), tokens),
-    "overlapping": (lambda: Call(lambda m, x: F.linear(x, m.w[:D]) - F.linear(x, m.w[1:]), w=parameter(D + 1, D)),
+    "view": (lambda: Net(lambda m, x: F.linear(x, m.w.T) + x @ m.w, w=parameter(D, D)), tokens),
+    "slices": (lambda: Net(lambda m, x: F.linear(x, m.w[:D]) * F.linear(x, m.w[D:]), w=parameter(2 * D, D)), tokens),
+    "overlapping": (lambda: Net(lambda m, x: F.linear(x, m.w[:D]) - F.linear(x, m.w[1:]), w=parameter(D + 1, D)),
                     tokens),
-    "einsum": (lambda: Call(lambda m, x: torch.einsum("btd,de->bte", x, m.w), w=parameter(D, D)), tokens),
-    "bilinear": (lambda: Call(lambda m, x: m.b(x, x), b=nn.Bilinear(D, D, 3)), tokens),
-    "scale": (lambda: Call(lambda m, x: x * m.w + m.b, w=parameter(D), b=parameter(T, 1)), tokens),
-    "concatenated": (lambda: Call(lambda m, x: torch.cat([x, m.w.expand(len(x), -1, -1)], 1), w=parameter(1, D)),
+    "einsum": (lambda: Net(lambda m, x: torch.einsum("btd,de->bte", x, m.w), w=parameter(D, D)), tokens),
+    "bilinear": (lambda: Net(lambda m, x: m.b(x, x), b=nn.Bilinear(D, D, 3)), tokens),
+    "scale": (lambda: Net(lambda m, x: x * m.w + m.b, w=parameter(D), b=parameter(T, 1)), tokens),
+    "concatenated": (lambda: Net(lambda m, x: torch.cat([x, m.w.expand(len(x), -1, -1)], 1), w=parameter(1, D)),
                      tokens),
     "layer_norm": (lambda: nn.LayerNorm(D), tokens),
     "rms_norm": (lambda: nn.RMSNorm(D), tokens),
@@ -156,25 +140,25 @@ MODELS = {
     "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1), images),
     "conv2d_wide": (lambda: nn.Conv2d(4, 64, 3, stride=3), images),
     "conv2d_groups": (lambda: nn.Conv2d(4, 64, 3, groups=2, stride=3), images),
-    "conv1d": (lambda: Call(lambda m, x: m.c(x.mT), c=nn.Conv1d(D, 32, 3)), tokens),
+    "conv1d": (lambda: Net(lambda m, x: m.c(x.mT), c=nn.Conv1d(D, 32, 3)), tokens),
     "conv_transpose": (lambda: nn.ConvTranspose2d(4, 32, 3, stride=2), images),
-    "lstm": (lambda: Call(lambda m, x: m.r(x)[0], r=nn.LSTM(D, D, batch_first=True)), tokens),
-    "gru": (lambda: Call(lambda m, x: m.r(x)[0], r=nn.GRU(D, D, batch_first=True)), tokens),
-    "attention": (lambda: Call(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(D, 2, batch_first=True)), tokens),
-    "routed": (lambda: Call(routed, w=parameter(2, D, D)), tokens),
-    "looped": (lambda: Call(lambda m, x: torch.stack([m.a(row) for row in x]), a=nn.Linear(D, D)), tokens),
+    "lstm": (lambda: Net(lambda m, x: m.r(x)[0], r=nn.LSTM(D, D, batch_first=True)), tokens),
+    "gru": (lambda: Net(lambda m, x: m.r(x)[0], r=nn.GRU(D, D, batch_first=True)), tokens),
+    "attention": (lambda: Net(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(D, 2, batch_first=True)), tokens),
+    "routed": (lambda: Net(routed, w=parameter(2, D, D)), tokens),
+    "looped": (lambda: Net(lambda m, x: torch.stack([m.a(row) for row in x]), a=nn.Linear(D, D)), tokens),
     "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D)), tokens),
-    "centred": (lambda: Call(lambda m, x: F.linear(x, m.w - m.w.mean(1, keepdim=True)), w=parameter(D, D)), tokens),
-    "merged": (lambda: Call(lambda m, x: F.linear(x, m.w + m.b @ m.a), w=parameter(D, D), a=parameter(2, D),
+    "centred": (lambda: Net(lambda m, x: F.linear(x, m.w - m.w.mean(1, keepdim=True)), w=parameter(D, D)), tokens),
+    "merged": (lambda: Net(lambda m, x: F.linear(x, m.w + m.b @ m.a), w=parameter(D, D), a=parameter(2, D),
                             b=parameter(D, 2)), tokens),
     "embedding": (lambda: nn.Embedding(11, D), ids),
     "padded": (lambda: nn.Embedding(11, D, padding_idx=3), ids),
-    "bag": (lambda: Call(lambda m, x: m.e(x), e=nn.EmbeddingBag(11, D, mode="mean")), ids),
-    "indexed": (lambda: Call(lambda m, x: m.w[x], w=parameter(11, D)), ids),
-    "tied": (lambda: Call(tied, e=nn.Embedding(11, D)), ids),
-    "tied_padded": (lambda: Call(tied, e=nn.Embedding(11, D, padding_idx=3)), ids),
-    "tied_by_views": (lambda: Call(tied_by_views, e=nn.Embedding(11, D)), ids),
-    "tied_parts": (lambda: Call(tied_parts, e=nn.Embedding(11, D)), ids),
+    "bag": (lambda: Net(lambda m, x: m.e(x), e=nn.EmbeddingBag(11, D, mode="mean")), ids),
+    "indexed": (lambda: Net(lambda m, x: m.w[x], w=parameter(11, D)), ids),
+    "tied": (lambda: Net(tied, e=nn.Embedding(11, D)), ids),
+    "tied_padded": (lambda: Net(tied, e=nn.Embedding(11, D, padding_idx=3)), ids),
+    "tied_by_views": (lambda: Net(tied_by_views, e=nn.Embedding(11, D)), ids),
+    "tied_parts": (lambda: Net(tied_parts, e=nn.Embedding(11, D)), ids),
 }  # fmt: skip
 
 
@@ -207,17 +191,13 @@ class Issue(nn.Module):
         return (self.scale * (e @ self.c) - self.scale * pick + e @ self.u).sum(1)
 
 
-def losses_of_one(model, x):
-    return model(x)
-
-
 @pytest.mark.parametrize("scale", [1.0, 100.0, 3e3, 1e5])
 def test_a_tied_table(scale: float) -> None:
     for seed in range(5):
         torch.manual_seed(seed)
         for batch in (1, 2):  # a batch of one sees the constant rows as the sample's
             ids = torch.randint(0, 300, (batch, 16))
-            check(Issue(scale), ids, losses_of_one, exact=scale < 1e4, terms=2e3 * scale)
+            check(Issue(scale), (ids,), exact=scale < 1e4, terms=2e3 * scale)
 
 
 class Weighted(nn.Module):
@@ -254,9 +234,9 @@ def test_positions_that_are_alike(kind: str, count: int) -> None:
             torch.manual_seed(i)
             x = torch.randn(2, 1, i).expand(2, count, i).contiguous()
             model = Weighted(nn.Linear(i, o), weights_of(kind, count), scale, o)
-            check(model, x, losses_of_one, exact=False)
+            check(model, (x,), exact=False)
         ids = torch.stack([torch.full((count,), 3), torch.randint(0, 5, (count,))])
-        check(Weighted(nn.Embedding(7, 8), weights_of(kind, count), scale, 8), ids, losses_of_one, exact=False)
+        check(Weighted(nn.Embedding(7, 8), weights_of(kind, count), scale, 8), (ids,), exact=False)
 
 
 def test_records_of_a_person_that_cancel() -> None:

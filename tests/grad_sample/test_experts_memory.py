@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
@@ -14,52 +12,58 @@ import fastdp
 
 from ..cases import square
 from ..cases_experts import EXPERTS, SINGLE, D, build
-from ..truth import compare
 from .test_experts_training import SIZE, data, made, plain, tied_slices
 
 
-class Layer(nn.Module):
-    """Experts in one of the usual ways, as a checkpointed block."""
+class Blocks(nn.Module):
+    """Layers, each of which may be run again; for each sample alone where `by_sample`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, *layers: nn.Module, by_sample: bool = False) -> None:
         super().__init__()
-        self.net = build(name, SIZE)[0]
-        self.net.after = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.net(x)
-
-
-class Layers(nn.Module):
-    def __init__(self, name: str, checkpointed: bool) -> None:
-        super().__init__()
-        self.layers, self.checkpointed = nn.ModuleList(Layer(name) for _ in range(2)), checkpointed
+        self.layers, self.last, self.by_sample, self.checkpointed = nn.ModuleList(layers), nn.Linear(D, D), by_sample, 0
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        return x
+            parts = x.split(1) if self.by_sample else (x,)
+            x = torch.cat([checkpoint(layer, p, use_reentrant=False) if self.checkpointed else layer(p) for p in parts])
+        return self.last(x)
 
 
-def under_budget(net: nn.Module, x: Tensor, budget: int | None) -> tuple[Tensor, dict[str, Tensor], str, int]:
+def experts(name: str) -> Blocks:
+    """Two layers of experts in one of the usual ways."""
+    layers = [build(name, SIZE)[0] for _ in range(2)]
+    for layer in layers:
+        layer.after = nn.Identity()
+    return Blocks(*layers)
+
+
+def under_budget(
+    net: Blocks, budget: int | None, checkpointed: bool
+) -> tuple[Tensor, dict[str, Tensor], list[str], int]:
+    """Norms, sums, the plan's lines, and the bytes held."""
+    net.checkpointed, (x,) = checkpointed, data()
     engine = fastdp.PerSampleGradients(net, memory_budget=budget)
     try:
         square(net, x).mean().backward()
         norms = engine.norms()
         sums = engine.clipped_sum((norms.median() / norms).clamp(max=1))
-        return norms, sums, engine.explain(), engine.planner.held
+        return norms, sums, engine.explain().splitlines(), engine.planner.held
     finally:
         engine.detach()
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERTS if name not in SINGLE])
+MODELS = {name: lambda name=name: experts(name) for name in EXPERTS if name not in SINGLE} | {
+    "tied slices": lambda: Blocks(made(tied_slices)),  # they have cross terms: their norm is taken from both together
+    "loop over samples": lambda: Blocks(made(plain), by_sample=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_exact_under_a_memory_budget(name, checkpointed):
-    net, (x,) = Layers(name, checkpointed), data()
-    plain_net = copy.deepcopy(net)
-    plain_net.checkpointed = False
-    norms, sums, _, _ = under_budget(plain_net, x, None)
-    found, again, _, _ = under_budget(net, x, 1 if checkpointed else 4000)
+    net = MODELS[name]()
+    norms, sums, *_ = under_budget(net, None, False)
+    found, again, *_ = under_budget(net, 1 if checkpointed else 4000, checkpointed)
     torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
     for key in sums:
         torch.testing.assert_close(again[key], sums[key], rtol=1e-4, atol=1e-6, msg=key)
@@ -68,48 +72,10 @@ def test_exact_under_a_memory_budget(name, checkpointed):
 @pytest.mark.parametrize("name", ["eager", "modules", "grouped", "unstacked", "scattered_back", "split_and_back"])
 def test_the_budget_is_kept_where_blocks_can_run_again(name):
     """Of checkpointed experts nothing is held but norms, for the loop over slices of a stack too."""
-    net, (x,) = Layers(name, True), data()
-    assert "two backwards" not in under_budget(net, x, None)[2]
-    _, _, plan, held = under_budget(net, x, 1)
-    rows = [line for line in plan.splitlines() if ".net." in line]
+    net = experts(name)
+    net.last.requires_grad_(False)
+    assert not any("two backwards" in line for line in under_budget(net, None, True)[2])
+    *_, plan, held = under_budget(net, 1, True)
+    rows = [line for line in plan if "layers." in line]
     assert len(rows) > 8 and all("two backwards" in row for row in rows), plan
     assert held == len(rows) * SIZE.samples * 8
-
-
-def test_slices_that_overlap_are_kept():
-    """Tied slices have cross terms: under a budget, too, their norm is taken from both together."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = made(tied_slices)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.net, x, use_reentrant=False)
-
-    net, (x,) = Tied(), data()
-    norms, sums, _, _ = under_budget(net.net, x, None)
-    found, again, _, _ = under_budget(net, x, 1)
-    torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
-    for key in sums:
-        torch.testing.assert_close(again[f"net.{key}"], sums[key], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_loop_over_samples_under_a_memory_budget(checkpointed):
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.last = made(plain), nn.Linear(D, D)
-
-        def forward(self, x: Tensor) -> Tensor:
-            run = (lambda s: checkpoint(self.net, s, use_reentrant=False)) if checkpointed else self.net
-            return self.last(torch.cat([run(sample) for sample in x.split(1)]))
-
-    assert compare(Loop(), data(), square).worst < 1e-5
-    net, (x,) = Loop(), data()
-    norms, sums, _, _ = under_budget(copy.deepcopy(net), x, None)
-    found, again, _, _ = under_budget(net, x, 1)
-    torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
-    for key in sums:
-        torch.testing.assert_close(again[key], sums[key], rtol=1e-4, atol=1e-6)

@@ -59,22 +59,10 @@ def plain(m, x):
     return loop(m, *routed(m, x)).view_as(x)
 
 
-def an_expert_for_nobody(m, x):
-    tokens, weights, chosen = routed(m, x)
-    return loop(m, tokens, weights, chosen.clamp(max=SIZE.experts - 2)).view_as(x)
-
-
 def the_same_expert_twice(m, x):
     """Top-k with duplicates: a token's two places at one expert."""
     tokens, weights, chosen = routed(m, x)
     return loop(m, tokens, weights, chosen[:, :1].expand(-1, 2)).view_as(x)
-
-
-def padded_by_data(m, x):
-    """Tokens of padding (by the data) go to no expert."""
-    tokens, weights, chosen = routed(m, x)
-    chosen = torch.where(x.view(-1, D)[:, :1] > 0, chosen, SIZE.experts)
-    return (loop(m, tokens, weights, chosen) + tokens).view_as(x)
 
 
 def tied_slices(m, x):
@@ -96,13 +84,6 @@ def slices_and_the_whole_stack(m, x):
     return (y + torch.einsum("nd,ehd->neh", y, m.up).tanh().sum(1) @ m.wide.T).view_as(x)
 
 
-def routed_and_shared(m, x):
-    """One layer is an expert's and every token's."""
-    tokens, weights, chosen = routed(m, x)
-    shared = F.linear(F.linear(m.before(x), m.up[0]).tanh(), m.down[0])
-    return shared + loop(m, tokens, weights, chosen).view_as(x)
-
-
 def fold(x: Tensor) -> Tensor:
     """[..., 6 D] -> [..., D]"""
     return x.tanh().unflatten(-1, (6, D)).sum(-2)
@@ -113,13 +94,6 @@ def one_matrix_by_both(m, x):
     kept = x[..., 0] > 0
     out = torch.zeros_like(x).index_put((kept,), fold(F.linear(m.before(x)[kept], m.tall, m.shift)))
     return fold(F.linear(out + x, m.tall, m.shift))
-
-
-def one_matrix_by_rows_twice(m, x):
-    kept, other = x[..., 0] > 0, x[..., 1] > 0
-    h = m.before(x)
-    out = torch.zeros_like(x).index_put((kept,), fold(F.linear(h[kept], m.tall)))
-    return out + h + torch.zeros_like(x).index_put((other,), fold((out + h)[other] @ m.tall.T))
 
 
 def a_table_that_is_the_head_of_routed_rows(m, x):
@@ -137,20 +111,6 @@ def scales_of_experts(m, x):
     return loop(m, tokens, weights, chosen).view_as(x)
 
 
-def capacity_of_a_sample(m, x):
-    """At most two tokens of a sample at each expert: other samples have no say."""
-    tokens, weights, chosen = routed(m, x)
-    mask = F.one_hot(chosen[:, 0].view(len(x), -1), SIZE.experts)
-    kept = ((mask.cumsum(1) * mask).amax(-1) <= 2).flatten()
-    return loop(m, tokens, weights * kept[:, None], chosen).view_as(x)
-
-
-def two_layers(m, x):
-    y = plain(m, x)
-    tokens, weights, chosen = routed(m, y + x)
-    return loop(m, tokens, weights, chosen, lambda e: m.up2[e], lambda e: m.down2[e]).view_as(x)
-
-
 def three_dimensional_rows(m, x):
     """Routed rows with positions below them."""
     kept = x[..., 0] > 0
@@ -166,18 +126,14 @@ def tables_in_slices(m, x):
 
 
 WAYS = (
-    plain, an_expert_for_nobody, the_same_expert_twice, padded_by_data, tied_slices, tied_over_two_calls,
-    slices_and_the_whole_stack, routed_and_shared, one_matrix_by_both, one_matrix_by_rows_twice,
-    a_table_that_is_the_head_of_routed_rows, scales_of_experts,
-    capacity_of_a_sample, two_layers, three_dimensional_rows, tables_in_slices,
+    plain, the_same_expert_twice, tied_slices, tied_over_two_calls, slices_and_the_whole_stack, one_matrix_by_both,
+    a_table_that_is_the_head_of_routed_rows, scales_of_experts, three_dimensional_rows, tables_in_slices,
 )  # fmt: skip
 MORE = {
     "slices_and_the_whole_stack": lambda: {"wide": P(D, HIDDEN)},
     "one_matrix_by_both": lambda: {"tall": P(6 * D, D), "shift": P(6 * D)},
-    "one_matrix_by_rows_twice": lambda: {"tall": P(6 * D, D)},
     "a_table_that_is_the_head_of_routed_rows": lambda: {"tall": P(6 * D, D)},
     "scales_of_experts": lambda: {"scale": P(SIZE.experts), "shift": P(D)},
-    "two_layers": lambda: {"up2": P(SIZE.experts, HIDDEN, D), "down2": P(SIZE.experts, D, HIDDEN)},
     "tables_in_slices": lambda: {"tables": P(2, 3, 5, D)},
     "three_dimensional_rows": lambda: {"thin": P(D // 2, D // 2), "thin_bias": P(D // 2)},
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.grad_sample.cost_model import DEFAULTS
 from fastdp.grad_sample.planner import Planner
+
+from ..cases import Net
 
 B, T, D = 3, 5, 16
 CPU = torch.device("cpu")
@@ -33,15 +36,13 @@ def no_storing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "fastest", lambda self, shape, device, short: ("direct", "direct"))
 
 
-class Projections(nn.Module):
+def projections() -> Net:
     """Query, key and value of one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(D, D, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.query(x).tanh() * self.key(x).tanh() * self.value(x).tanh()
+    torch.manual_seed(0)
+    return Net(
+        lambda m, x: m.query(x).tanh() * m.key(x).tanh() * m.value(x).tanh(),
+        **{name: nn.Linear(D, D, bias=False) for name in ("query", "key", "value")},
+    )
 
 
 def held_by(model: nn.Module, x: Tensor, budget: int | None) -> tuple[int, str]:
@@ -55,9 +56,8 @@ def held_by(model: nn.Module, x: Tensor, budget: int | None) -> tuple[int, str]:
 
 @pytest.mark.parametrize("budget", [None, 10**9])
 def test_projections_of_one_input_hold_it_once(budget: int | None, no_storing: None) -> None:
-    torch.manual_seed(0)
     side = 4 * B * T * D
-    held, plan = held_by(Projections(), torch.randn(B, T, D), budget)
+    held, plan = held_by(projections(), torch.randn(B, T, D), budget)
     assert "materialise" not in plan, plan
     assert held == 4 * side  # the input, and three output gradients
     assert plan.splitlines()[-1] == f"3 uses, {4 * side / 1024:.1f} KiB held until the end of backward"
@@ -67,16 +67,8 @@ def test_a_budget_goes_further_with_shared_inputs(no_storing: None) -> None:
     """What fits into the budget is not dropped: with the input counted three times the last use would not fit."""
     side = 4 * B * T * D
 
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Projections()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
-
-    torch.manual_seed(0)
-    model, x = Blocks(), torch.randn(B, T, D, requires_grad=True)
+    model = Net(lambda m, x: checkpoint(m.block, x, use_reentrant=False), block=projections())
+    x = torch.randn(B, T, D, requires_grad=True)
     assert "two backwards" not in held_by(model, x, 4 * side)[1]
     assert "two backwards" in held_by(model, x, 4 * side - 1)[1]
 
@@ -85,25 +77,17 @@ def test_adapters_hold_gradients_of_their_rank_alone(default_costs: None) -> Non
     """Nothing wide is held, though the query's and the value's adapters see one input."""
     rank, width, t = 4, 64, 48
 
-    class Adapter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen = nn.Linear(width, width).requires_grad_(False)
-            self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+    def adapter() -> Net:
+        down, up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+        frozen = nn.Linear(width, width).requires_grad_(False)
+        return Net(lambda m, x: m.frozen(x) + m.up(m.down(x)), frozen=frozen, down=down, up=up)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.frozen(x) + self.up(self.down(x))
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.value = Adapter(), Adapter()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.softmax(self.query(x) @ x.mT, -1) @ self.value(x)
+    def attention() -> Net:
+        forward = lambda m, x: torch.softmax(m.query(x) @ x.mT, -1) @ m.value(x)
+        return Net(forward, query=adapter(), value=adapter())
 
     torch.manual_seed(0)
-    model = nn.Sequential(Attention(), Attention())
+    model = nn.Sequential(attention(), attention())
     held, plan = held_by(model, torch.randn(B, t, width), None)
     assert plan.count("materialise") == 8, plan
     assert held == 8 * 4 * B * rank * width

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.errors import SampleMixingError
 from fastdp.grad_sample.recurrent import _AllSteps
+
+from ..cases import Net
+from ..truth import assert_refused, assert_step, close, truth
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 
@@ -18,15 +21,34 @@ def layer(kind, **options):
     torch.manual_seed(0)
     if kind.startswith("rnn"):
         options["nonlinearity"] = kind[4:]
-    return KINDS[kind](5, 6, **options).double()
+    return KINDS[kind](5, 6, batch_first=True, **options).double()
+
+
+def losses(model, batch):
+    return model(*batch)
+
+
+def data():
+    torch.manual_seed(1)
+    return torch.randn(4, 7, 5, dtype=torch.float64), torch.tensor([3, 7, 1, 5])
+
+
+def assert_exact(model):
+    engine = fastdp.PerSampleGradients(model)
+    assert_step(engine, data(), losses, rtol=1e-6)  # norms are of float32
+    exact, sums = truth(model, data(), losses), engine.clipped_sum(torch.ones(4))
+    for name, rows in engine.materialize().items():
+        close(rows, exact[name], 1e-9)
+        close(sums[name], exact[name].sum(0), 1e-9)
+    engine.detach()
 
 
 class Reader(nn.Module):
-    def __init__(self, rnn, width, how):
+    def __init__(self, rnn, width=6, how="plain"):
         super().__init__()
         self.rnn, self.head, self.how = rnn, nn.Linear(width, 3).double(), how
 
-    def forward(self, x, lengths=None):
+    def forward(self, x, lengths):
         if self.how == "packed":
             packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
             out, last = self.rnn(packed)
@@ -41,114 +63,59 @@ class Reader(nn.Module):
         return self.head(torch.relu_(out)).square().sum((1, 2)) + last  # relu_: outputs may be written to
 
 
-def truths(model, x, lengths):
-    alone = copy.deepcopy(model)
-    rows = {name: [] for name, _ in model.named_parameters()}
-    for i in range(len(x)):
-        alone.zero_grad()
-        alone(x[i : i + 1], lengths[i : i + 1]).sum().backward()
-        for name, p in alone.named_parameters():
-            rows[name].append(p.grad.clone())
-    return {name: torch.stack(each) for name, each in rows.items()}
+@pytest.fixture
+def uses(monkeypatch):
+    """The layers whose steps were captured as one use."""
+    calls = []
+    plain = _AllSteps.record_uses
+    monkeypatch.setattr(_AllSteps, "record_uses", lambda self, *a: calls.append(self.name) or plain(self, *a))
+    return calls
 
 
 @pytest.mark.parametrize("how", ["plain", "packed", "states"])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_sample_has_its_own_gradient(kind, options, how, monkeypatch):
-    calls = []
-    plain = _AllSteps.record_uses
-    monkeypatch.setattr(_AllSteps, "record_uses", lambda self, *a: calls.append(self.name) or plain(self, *a))
-    rnn = layer(kind, batch_first=True, **options)
-    model = Reader(rnn, 6 * (2 if options.get("bidirectional") else 1), how)
-    x, lengths = torch.randn(4, 7, 5, dtype=torch.float64), torch.tensor([3, 7, 1, 5])
-    want = truths(model, x, lengths)
-    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
-    model(x, lengths).sum().backward()
-    found = engine.materialize()
-    norms = torch.stack([rows.flatten(1).square().sum(1) for rows in want.values()]).sum(0).sqrt()
-    torch.testing.assert_close(engine.norms().double(), norms, rtol=1e-6, atol=0)
-    for name, rows in want.items():
-        torch.testing.assert_close(found[name].double(), rows, rtol=1e-9, atol=1e-11)
-    factors = torch.tensor([0.5, 0.0, 1.0, 0.25], dtype=torch.float64)
-    for name, total in engine.clipped_sum(factors).items():
-        truth = torch.einsum("b,b...->...", factors, want[name])
-        torch.testing.assert_close(total.double(), truth, rtol=1e-9, atol=1e-11)
-    assert len(calls) == rnn.num_layers * (1 + rnn.bidirectional)  # one use a direction, no steps
-    engine.detach()
+def test_each_sample_has_its_own_gradient(kind, options, how, uses):
+    rnn = layer(kind, **options)
+    assert_exact(Reader(rnn, 6 * (1 + rnn.bidirectional), how))
+    assert len(uses) == rnn.num_layers * (1 + rnn.bidirectional)  # one use a direction, no steps
 
 
-def uses_at_once(monkeypatch, model, *inputs):
-    """Whether the layer was captured as a whole."""
-    calls = []
-    plain = _AllSteps.record_uses
-    monkeypatch.setattr(_AllSteps, "record_uses", lambda self, *a: calls.append(1) or plain(self, *a))
-    fastdp.verify(model, lambda m, b: m(*b).mean(), inputs, samples=4)
-    return bool(calls)
+def begins(m, x, lengths):
+    return m.rnn(x, m.begin.expand(-1, len(x), -1).contiguous())[0].square().sum((1, 2))
 
 
-def test_what_is_written_in_steps_instead(monkeypatch):
-    """Projections, and a learned first state. Both exact: `verify` raises where they are not."""
-    x = torch.randn(4, 7, 5, dtype=torch.float64)
-    assert uses_at_once(monkeypatch, Reader(layer("lstm", batch_first=True), 6, "plain"), x)
-    assert not uses_at_once(monkeypatch, Reader(layer("lstm", batch_first=True, proj_size=4), 4, "plain"), x)
+STEPS = {
+    "projections": lambda: Reader(layer("lstm", proj_size=4), 4),
+    "a learned first state": lambda: Net(begins, rnn=layer("gru"), begin=nn.Parameter(torch.randn(1, 1, 6).double())),
+}
 
-    class Begins(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.begin = layer("gru", batch_first=True), nn.Parameter(torch.randn(1, 1, 6).double())
 
-        def forward(self, x):
-            return self.rnn(x, self.begin.expand(-1, len(x), -1).contiguous())[0].square().sum((1, 2))
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_written_in_steps_instead(name, uses):
+    assert_exact(STEPS[name]())
+    assert not uses
 
-    assert not uses_at_once(monkeypatch, Begins(), x)
+
+def leaks(m, x, lengths):
+    return m.rnn(x, x.mean(1)[:, :1].roll(1, 0).expand(-1, 6).unsqueeze(0).contiguous())[0].sum((1, 2))
 
 
 def test_states_of_other_samples_are_refused():
-    class Leaks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = layer("gru", batch_first=True)
-
-        def forward(self, x):
-            return self.rnn(x, x.mean(1)[:, :1].roll(1, 0).expand(-1, 6).unsqueeze(0).contiguous())[0].sum((1, 2))
-
-    model = Leaks()
-    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
-    with pytest.raises(fastdp.errors.SampleMixingError):
-        model(torch.randn(4, 7, 5, dtype=torch.float64)).sum().backward()
-    engine.detach()
+    assert_refused(Net(leaks, rnn=layer("gru")), data(), losses, kind=SampleMixingError)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_under_checkpointing(kind, reentrant):
-    class Saves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Reader(layer(kind, batch_first=True), 6, "plain")
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    model, x = Saves(), torch.randn(4, 7, 5, dtype=torch.float64)
-    want = truths(model.inner, x, torch.full((4,), 7))
-    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
-    model(x.requires_grad_(reentrant)).sum().backward()
-    found = engine.materialize()
-    for name, rows in want.items():
-        torch.testing.assert_close(found[f"inner.{name}"].double(), rows, rtol=1e-9, atol=1e-11)
-    engine.detach()
+    forward = lambda m, x, lengths: checkpoint(m.inner, m.first(x), lengths, use_reentrant=reentrant)
+    assert_exact(Net(forward, first=nn.Linear(5, 5).double(), inner=Reader(layer(kind))))
 
 
 def test_frozen_parts_and_inputs_that_learn():
     """The state's matrix frozen, the input of the layer trained: gradients reach it through all steps."""
-    rnn = layer("lstm", batch_first=True)
+    rnn = layer("lstm")
     rnn.weight_hh_l0.requires_grad_(False)
     rnn.bias_hh_l0.requires_grad_(False)
-    first = nn.Linear(5, 5).double()
-    report = fastdp.verify(
-        nn.Sequential(first, rnn), lambda m, x: m(x)[0].square().mean(), torch.randn(4, 7, 5).double()
-    )
-    assert report.ok and not report.untested and "0.weight" in report.parameters
-    assert "1.weight_hh_l0" not in report.parameters
+    forward = lambda m, x, lengths: m.reader(m.first(x), lengths)
+    assert_exact(Net(forward, first=nn.Linear(5, 5).double(), reader=Reader(rnn)))

@@ -1,20 +1,22 @@
-"""Custom rules: exact where they are right, loud where they are wrong, and the document's examples, run."""
+"""Custom rules: exact for every kind of function and every form of its results, and the document's examples, run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.errors import BatchLayoutError, SampleMixingError, UncapturedUseError
-from fastdp.grad_sample import custom_rule_calls
-from fastdp.grad_sample import custom_rules as rules
+from fastdp.grad_sample import custom_rule_calls, custom_rules
 
 from ..cases import Net, P, net, square
 from ..truth import compare
@@ -23,11 +25,12 @@ B, T, D = 3, 5, 8
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "rules.md"
 
 
-def two_tensors(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return x, w
+def own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a user's own, which asks its first two tensors who computes it."""
+    return torch.overrides.wrap_torch_function(lambda x, w, *rest, **options: (x, w))(function)
 
 
-@torch.overrides.wrap_torch_function(two_tensors)
+@own
 def bend(x: Tensor, w: Tensor) -> Tensor:
     """[N, ..., D], [D] -> [N, ..., D]"""
     return torch.sinh(x * w)
@@ -64,7 +67,7 @@ class Bend(torch.autograd.Function):
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    rules.unregister_rule(bend, bend_op, Bend)
+    custom_rules.unregister_rule(bend, bend_op, Bend)
     custom_rule_calls._CHECKED.clear()
 
 
@@ -141,65 +144,11 @@ def test_keywords_and_constants() -> None:
     assert found.worst < 1e-5
 
 
-WRONG = {
-    "no dict": (lambda call: call.grad.flatten(1, -2).sum(1), "must return a dict"),
-    "nothing": (lambda call: {}, r"no gradient for 'w'"),
-    "of the batch": (lambda call: {call.args[1]: bend_rule(call)[call.args[1]].sum(0)}, r"they must be \(3, 8\)"),
-    "half": (lambda call: {call.args[1]: bend_rule(call)[call.args[1]] / 2}, r"differs from autograd's"),
-    "a little off": (lambda call: {call.args[1]: bend_rule(call)[call.args[1]] * 1.001}, r"differs from autograd's"),
-    "zero": (lambda call: {call.args[1]: torch.zeros(call.batch, D)}, r"differs from autograd's"),
-    "samples swapped": (lambda call: {call.args[1]: bend_rule(call)[call.args[1]].flip(0)}, r"differs from autograd's"),
-    "mixing": (lambda call: {call.args[1]: bend_rule(call)[call.args[1]] + 0 * call.grad.mean()}, "NaN in sample 0"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_rules_are_named(name: str) -> None:
-    rule, message = WRONG[name]
-    fastdp.register_rule(bend)(rule)
-    model, batch, losses = layer(bend, B, T, D)
-    fastdp.PerSampleGradients(model)
-    for _ in range(2):  # not only the first time
-        with pytest.raises(UncapturedUseError, match=message) as problem:
-            losses(model, batch).mean().backward()
-        assert "rule '<lambda>'" in str(problem.value) and "bend() in module 'Net'" in str(problem.value)
-
-
-def test_the_check_is_not_fooled_by_an_empty_gradient_or_made_every_step() -> None:
-    calls = []
-
-    def rule(call: fastdp.RuleCall) -> dict[Tensor, Tensor]:
-        calls.append(call.batch)
-        return bend_rule(call)
-
-    fastdp.register_rule(bend)(rule)
-    model, (x,), losses = layer(bend, B, T, D)
-    fastdp.PerSampleGradients(model)
-    counts = []
-    for batch in (x, x, torch.cat([x, x])):
-        (0 * losses(model, (batch,))).mean().backward()
-        counts.append(len(calls))
-        calls.clear()
-    assert counts[0] > counts[1] == counts[2] == 1  # another batch size is no other kind of call
-
-
-def test_a_check_without_a_gradient_shows_nothing_and_is_made_again() -> None:
-    fastdp.register_rule(bend)(lambda call: {call.args[1]: bend_rule(call)[call.args[1]] / 2})
-    model = Net(lambda m, x: bend(x, m.w), w=P(D))
-    fastdp.PerSampleGradients(model)
-    model(torch.zeros(B, T, D)).sum((1, 2)).mean().backward()  # half of zero is right
-    with pytest.raises(UncapturedUseError, match="differs"):
-        model(torch.ones(B, T, D))
-
-
 def test_a_part_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a constant was made for the batch, which the rule then sees whole."""
     monkeypatch.setattr(custom_rule_calls, "KEPT_BYTES", 0)
-
-    @torch.overrides.wrap_torch_function(lambda x, w, mask: (x, w))
-    def masked(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
-        return torch.sinh(x * w) * mask
-
+    masked = own(lambda x, w, mask: torch.sinh(x * w) * mask)
+    masked.__name__ = "masked"
     batches = []
 
     @fastdp.register_rule(bend)
@@ -222,68 +171,133 @@ def test_a_part_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(batches) == sizes
 
 
-def test_unseen_functions_name_parameter_function_module_and_remedy() -> None:
-    inner = Net(lambda m, x: Bend.apply(x, m.w), w=P(D))
-    model = nn.Sequential(nn.Linear(D, D), inner, nn.Linear(D, 2))
-    engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(
-        UncapturedUseError, match=r"'1\.w' .* in module '1', in the forward of Bend.*register_rule\(Bend\)"
-    ):
-        model(torch.randn(B, D)).square().sum(1).mean().backward()
-    engine.detach()
+# ---------------------------------------------------------------------- several results
 
 
-def test_functions_without_a_sample_alone_name_the_parameter() -> None:
-    @torch.overrides.wrap_torch_function(two_tensors)
-    def needs_all(x: Tensor, w: Tensor) -> Tensor:
-        if len(x) != B:
-            raise ValueError("three rows, please")
-        return x * w
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
-    model = Net(lambda m, x: needs_all(m.a(x), m.w), a=nn.Linear(D, D), w=P(D))
+
+FORMS = {
+    "around": (lambda y, z: (None, y, None, z, None), lambda o: (o[1], o[3]), 5),
+    "list": (lambda y, z: [y, None, z], lambda o: (o[0], o[2]), 3),
+    "nested": (lambda y, z: (None, (y, [None, {"z": z, "none": None}])), lambda o: (o[1][0], o[1][1][1]["z"]), 5),
+    "named": (lambda y, z: Pair(y, (None, z)), lambda o: (o.first, o.second[1]), 3),
+    "numbers": (lambda y, z: {"a": y, "c": z, "d": "text"}, lambda o: (o["a"], o["c"]), 3),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "checkpointed"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("how", ["rule", "none"])
+@pytest.mark.parametrize("form", FORMS)
+def test_several_results(form: str, how: str, frozen: bool, again: bool) -> None:
+    build, take, leaves = FORMS[form]
+    function = own(lambda x, w: build(torch.sinh(x * w), torch.cos(x * w)))
+
+    def rule(call: fastdp.RuleCall) -> dict[Tensor, Tensor]:
+        x, w = call.args
+        assert len(call.grads) == leaves
+        gy, gz = [g for g in call.grads if g is not None]  # in order, whatever stands between
+        return {w: ((gy * torch.cosh(x * w) - gz * torch.sin(x * w)) * x).flatten(1, -2).sum(1)}
+
+    def both(x: Tensor, w: Tensor) -> Tensor:
+        y, z = take(function(x, w))
+        return y + 2 * z
+
+    fastdp.register_rule(function)(rule if how == "rule" else None)
+    rerun = lambda x, w: checkpoint(both, x, w, use_reentrant=False)
+    model, xs, losses = layer(rerun if again else both, B, T, D)
+    model.a.requires_grad_(not frozen)  # without, the data asks for no gradient
+    assert compare(model, xs, losses).worst < 1e-5
+    custom_rules.unregister_rule(function)
+
+
+class Chunked(torch.autograd.Function):
+    """As chunked losses do: nothing, a value of each sample, and a figure that has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
+        ctx.save_for_backward(x, w)
+        count = (x > 0).flatten(1).sum(1)
+        ctx.mark_non_differentiable(count)
+        return None, torch.sinh(x * w), count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _bend_back(ctx, grads[1])
+
+
+def chunked_rule(call: fastdp.RuleCall) -> dict[Tensor, Tensor]:
+    x, w = call.args
+    assert call.grads[0] is None
+    return {w: (call.grads[1] * torch.cosh(x * w) * x).flatten(1, -2).sum(1)}
+
+
+@pytest.mark.parametrize("how", [chunked_rule, None])
+def test_an_autograd_function_with_none_and_a_count(how: Any) -> None:
+    fastdp.register_rule(Chunked)(how)
+    assert compare(*layer(lambda x, w: Chunked.apply(x, w)[1], B, T, D)).worst < 1e-5
+    custom_rules.unregister_rule(Chunked)
+
+
+@pytest.mark.parametrize(
+    "extra, said", [(lambda y: (y, 3.0), "a float among its results"), (lambda y: None, "no tens")]
+)
+def test_numbers_and_nothing_are_refused_by_name(extra: Any, said: str) -> None:
+    odd = own(lambda x, w: extra(x * w))
+    fastdp.register_rule(odd)(None)
+    model, xs, _ = layer(lambda x, w: odd(x, w)[0], B, T, D)
     fastdp.PerSampleGradients(model)
-    with pytest.raises(UncapturedUseError, match=r"needs_all\(\) in module 'Net' .*'w'.*register_rule"):
-        model(torch.randn(B, D)).square().sum(1).mean().backward()
+    with pytest.raises(UncapturedUseError, match=said):
+        model(*xs)
+    custom_rules.unregister_rule(odd)
+
+
+def test_named_results_of_torch_keep_their_names() -> None:
+    ordered = own(lambda x, w: (x * w).sort(-1))
+    fastdp.register_rule(ordered)(None)
+    assert compare(*layer(lambda x, w: ordered(x, w).values, B, T, D)).worst < 1e-5
+    custom_rules.unregister_rule(ordered)
+
+
+# ---------------------------------------------------------------------- where samples lie, and what is registered
 
 
 def test_like_tells_where_the_samples_lie_and_is_checked() -> None:
-    @torch.overrides.wrap_torch_function(two_tensors)
+    @own
     def turned(x: Tensor, w: Tensor) -> Tensor:
         """Through NumPy, which meta tensors cannot follow: [N, T, D] -> [N, D, T]"""
         return torch.stack([row.t() for row in x * torch.as_tensor(w.tolist())[0] * 0 + x * w])
 
-    def rule(call: fastdp.RuleCall) -> dict[Tensor, Tensor]:
-        x, w = call.args
-        return {w: (call.grad.mT * x).flatten(1, -2).sum(1)}
-
-    def build(shape: tuple[int, ...]) -> Any:
-        torch.manual_seed(0)
-        return net(lambda m, x: turned(m.a(x), m.w).tanh(), torch.randn(shape), a=nn.Linear(D, D), w=P(D))
-
-    fastdp.register_rule(turned)(rule)
-    with pytest.raises((BatchLayoutError, SampleMixingError)):
-        compare(*build((B, B, D)))
-    fastdp.register_rule(turned, like=0)(rule)
-    assert compare(*build((B, B, D))).worst < 1e-5
-
-    @torch.overrides.wrap_torch_function(two_tensors)
+    @own
     def mixed(x: Tensor, w: Tensor) -> Tensor:
         return (x - x.mean(0)) * w
 
+    def build() -> Any:
+        torch.manual_seed(0)
+        return net(lambda m, x: turned(m.a(x), m.w).tanh(), torch.randn(B, B, D), a=nn.Linear(D, D), w=P(D))
+
+    rule = lambda call: {call.args[1]: (call.grad.mT * call.args[0]).flatten(1, -2).sum(1)}
+    fastdp.register_rule(turned)(rule)
+    with pytest.raises((BatchLayoutError, SampleMixingError)):
+        compare(*build())
+    fastdp.register_rule(turned, like=0)(rule)
+    assert compare(*build()).worst < 1e-5
     fastdp.register_rule(mixed, like=0)(lambda call: {call.args[1]: (call.grad * call.args[0]).flatten(1, -2).sum(1)})
     with pytest.raises(SampleMixingError, match="mixed"):
         compare(*layer(mixed, B, T, D))
 
 
 def test_what_cannot_be_registered() -> None:
-    with pytest.raises(TypeError, match="plain Python function"):
-        fastdp.register_rule(two_tensors)
-    with pytest.raises(ValueError, match="rule for linear"):
-        fastdp.register_rule(torch.nn.functional.linear)
-    with pytest.raises(ValueError, match="writes into"):
-        fastdp.register_rule(torch.Tensor.lerp_)
-    with pytest.raises(TypeError, match="no torch.autograd.Function"):
-        fastdp.register_rule(nn.Linear)
+    plain = lambda x, w: x * w
+    for error, message, function in (
+        (TypeError, "plain Python function", plain), (ValueError, "rule for linear", torch.nn.functional.linear),
+        (ValueError, "writes into", torch.Tensor.lerp_), (TypeError, "no torch.autograd.Function", nn.Linear),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            fastdp.register_rule(function)
     with pytest.raises(TypeError, match="takes the function"):
         fastdp.register_rule()
     with pytest.raises(TypeError, match="a rule is"):
@@ -291,13 +305,32 @@ def test_what_cannot_be_registered() -> None:
 
 
 def test_unregistered_is_as_before() -> None:
-    own = Bend.__dict__.get("apply")
+    before = Bend.__dict__.get("apply")
     fastdp.register_rule(Bend)(bend_rule)
     x, w = torch.randn(B, D, requires_grad=True), P(D)
     Bend.apply(x, w).sum().backward()  # outside of fastdp nothing changes
     assert w.grad is not None
-    rules.unregister_rule(Bend)
-    assert Bend.__dict__.get("apply") is own and not any("bend" in str(f).lower() for f in rules._OURS)
+    custom_rules.unregister_rule(Bend)
+    assert Bend.__dict__.get("apply") is before and not any("bend" in str(f).lower() for f in custom_rules._OURS)
+
+
+def test_functions_of_other_libraries_once_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is registered once, and what a user says of it stays."""
+    monkeypatch.setattr(custom_rules, "FUNCTIONS", {"another_library": ("Bend", "OfALaterVersion")})
+    monkeypatch.setattr(custom_rules, "_seen", set())
+    custom_rules.see_foreign()
+    assert not custom_rules.is_registered(Bend)
+    monkeypatch.setitem(sys.modules, "another_library", types.SimpleNamespace(Bend=Bend))
+    custom_rules.see_foreign()
+    assert custom_rules.is_registered(Bend) and custom_rules.is_registered(Bend.apply)
+    custom_rules.unregister_rule(Bend)
+    custom_rules.see_foreign()
+    assert not custom_rules.is_registered(Bend)  # the user's word
+    monkeypatch.setattr(custom_rules, "_seen", set())
+    fastdp.register_rule(Bend)(bend_rule)
+    monkeypatch.setattr(custom_rules, "register_rule", lambda *functions: pytest.fail("the user's rule was replaced"))
+    custom_rules.see_foreign()
+    assert custom_rules.is_registered(Bend)
 
 
 def test_the_documents_examples_run() -> None:
@@ -309,4 +342,4 @@ def test_the_documents_examples_run() -> None:
     scale = scope["Scale"]
     found = compare(*net(lambda m, x: scale.apply(m.a(x), m.w).tanh(), torch.randn(B, T, D), a=nn.Linear(D, D), w=P(D)))
     assert found.worst < 1e-5
-    rules.unregister_rule(scope["hinge"], scale)
+    custom_rules.unregister_rule(scope["hinge"], scale)

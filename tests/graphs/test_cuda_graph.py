@@ -15,7 +15,7 @@ from fastdp.graphs.execution import Example, way_of
 from fastdp.utils.rng_state import random_states
 
 from .fake_cuda import FakeCuda, FakeStream, NoGraphs
-from .test_program import program_of
+from .test_program import program_of, reads_and_writes
 
 CPU = torch.device("cpu")
 
@@ -68,15 +68,8 @@ def test_a_launch_on_another_stream_waits_for_the_last() -> None:
 
 
 def test_numbers_that_python_read_are_read_after_the_launch_as_they_were() -> None:
-    def function(x: Tensor) -> list[Tensor]:
-        least = x.min().view(1)
-        positive = bool((least > 0).all())
-        equal = torch.equal(least, torch.full((1,), 2.0))
-        least.zero_()
-        return [x * 2 + least if positive or equal else x * 3]
-
     cuda = FakeCuda()
-    captured = captured_of(function, torch.ones(3, 4), cuda)
+    captured = captured_of(reads_and_writes, torch.ones(3, 4), cuda)
     found, same = captured.run([torch.full((3, 4), 3.0)])
     assert same and torch.equal(found[0], torch.full((3, 4), 6.0)) and len(found) == 1
     assert not captured.run([torch.full((3, 4), 2.0)])[1] and not captured.run([-torch.ones(3, 4)])[1]

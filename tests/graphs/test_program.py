@@ -46,6 +46,15 @@ def of_lists(x: Tensor) -> list[Tensor]:
     return [torch.cat([x, x * 2], 1), torch.stack([x[0], x[2]]), x[torch.tensor([0, 2])], torch.where(x > 0, x, 0.5)]
 
 
+def reads_and_writes(x: Tensor) -> list[Tensor]:
+    """Python reads two numbers, over which something else is written afterwards."""
+    least = x.min().view(1)
+    positive = bool((least > 0).all())
+    equal = torch.equal(least, torch.full((1,), 2.0))
+    least.zero_()
+    return [x * 2 + least if positive or equal else x * 3]
+
+
 FUNCTIONS = [written_through_a_view, views_of_one_memory, several_results, of_lists]
 
 

@@ -243,6 +243,8 @@ def test_wrong_tensors_are_refused(emulated: str) -> None:
         cuda.noise_(torch.zeros(3, dtype=torch.int32), 1.0, checks.WORDS, 0)
     with pytest.raises(ValueError, match="contiguous"):
         cuda.noise_(torch.zeros(3, 2).mT, 1.0, checks.WORDS, 0)
+    with pytest.raises(ValueError, match="autograd"):
+        step([torch.nn.Parameter(torch.ones(3))])
     with pytest.raises(TypeError, match="integers"):
         cuda.embedding_norm_sq(torch.zeros(2, 3), torch.zeros(2, 3, 4))
 

@@ -1,4 +1,4 @@
-"""Constants that data is written to by index: messages along the edges of graphs, pooling, lengths of packed texts."""
+"""Graphs packed into one, and texts of several lengths: rows that are marked, constants written to by index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fastdp
-from fastdp.errors import SampleMixingError
+from fastdp.errors import SampleMixingError, StepError
 
 from ..removal import sensitivity
 
@@ -138,17 +138,48 @@ def test_layers_of_graphs_are_exact(name: str, marked: bool, graphs: list[Graph]
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "index_copy_"])
 def test_an_edge_to_another_graph_is_refused(name: str, graphs: list[Graph]) -> None:
-    data = packed(graphs, False, extra_edge=(0, 6))
     with pytest.raises(SampleMixingError):
-        sensitivity(Graphs(LAYERS[name]), (data,), [])
+        sensitivity(Graphs(LAYERS[name]), (packed(graphs, False, extra_edge=(0, 6)),), [])
 
 
-def test_a_number_of_another_graph_is_refused(graphs: list[Graph]) -> None:
-    for marked in (False, True):
-        data = packed(graphs, marked)
-        data.graph_of[0] = 2
-        with pytest.raises(SampleMixingError):
-            sensitivity(Graphs(gin), (data,), [])
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_number_of_another_graph_is_refused(marked: bool, graphs: list[Graph]) -> None:
+    data = packed(graphs, marked)
+    data.graph_of[0] = 2
+    with pytest.raises(SampleMixingError):
+        sensitivity(Graphs(gin), (data,), [])
+
+
+def test_the_number_of_graphs_must_be_known_and_may_change(graphs: list[Graph]) -> None:
+    model = Graphs(gin)
+    engine = fastdp.PerSampleGradients(model)
+    for few in (graphs, graphs[:3]):
+        model(packed(few, True)).square().sum(1).mean().backward()
+        assert engine.norms().shape == (len(few),)
+    data = packed(graphs, True)
+    whose = data.__dict__.pop("kept")
+    for rows, owner in ((data.x, whose), (data.graph_of, whose), (data.edges, None)):
+        fastdp.mark_rows(rows, owner)
+    with pytest.raises(StepError, match="samples="):
+        model(data)
+    engine.detach()
+
+
+def test_a_loader_may_say_how_many_graphs_there_are(graphs: list[Graph]) -> None:
+    model = Graphs(gin)
+    engine = fastdp.PerSampleGradients(model)
+    model(packed(graphs, True)).square().sum(1).mean().backward()
+    exact = engine.norms()
+    engine.detach()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
+    for parts in fastdp.poisson_loader(graphs, sample_rate=1.0, steps=1, collate_fn=list):
+        data = packed(parts, True)
+        for rows in (data.x, data.graph_of):
+            fastdp.mark_rows(rows, data.kept)
+        model(data).square().sum(1).mean().backward()
+        torch.testing.assert_close(optimizer.norms, exact)
+        optimizer.step()
+    optimizer.detach()
 
 
 # --------------------------------------------------------------------------- lengths of packed sequences
@@ -159,7 +190,7 @@ T = 7
 class Recurrent(nn.Module):
     """A recurrent layer over texts of several lengths, pooled under the mask that the lengths make."""
 
-    def __init__(self, pool: str, batch_first: bool, ordered: bool, frozen: bool) -> None:
+    def __init__(self, pool: str, batch_first: bool = True, ordered: bool = False, frozen: bool = True) -> None:
         super().__init__()
         self.pool, self.batch_first, self.ordered = pool, batch_first, ordered
         self.embed, self.core = nn.Linear(D, D), nn.LSTM(D, D, batch_first=batch_first).requires_grad_(not frozen)
@@ -172,11 +203,14 @@ class Recurrent(nn.Module):
         h = h if self.batch_first else h.transpose(0, 1)
         mask = torch.arange(h.size(1))[None] < given[:, None]
         if self.pool == "mean":
-            return self.head((h * mask[..., None]).sum(1) / given[:, None])
-        if self.pool == "last":
-            return self.head(h.gather(1, (given - 1)[:, None, None].expand(-1, 1, D)).squeeze(1))
-        weights = self.score(h).squeeze(-1).masked_fill(~mask, -1e9).softmax(1)
-        return self.head((h * weights[..., None]).sum(1))
+            h = (h * mask[..., None]).sum(1) / given[:, None]
+        elif self.pool == "last":
+            h = h.gather(1, (given - 1)[:, None, None].expand(-1, 1, D)).squeeze(1)
+        elif self.pool == "by lengths of others":
+            h = h.sum(1) * given.flip(0)[:, None]
+        else:
+            h = (h * self.score(h).squeeze(-1).masked_fill(~mask, -1e9).softmax(1)[..., None]).sum(1)
+        return self.head(h)
 
 
 @pytest.mark.parametrize("pool", ["mean", "last", "attention"])
@@ -192,10 +226,5 @@ def test_masks_made_of_the_lengths_of_packed_texts(pool: str, batch_first: bool,
 
 
 def test_lengths_of_others_are_still_refused() -> None:
-    class Model(Recurrent):
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            h, given = pad_packed_sequence(pack_padded_sequence(self.embed(x), lengths, True, False), True)
-            return self.head(h.sum(1) * given.flip(0)[:, None])
-
     with pytest.raises(SampleMixingError):
-        sensitivity(Model("mean", True, False, True), (torch.randn(5, T, D), torch.tensor([3, 7, 2, 5, 5])), [])
+        sensitivity(Recurrent("by lengths of others"), (torch.randn(5, T, D), torch.tensor([3, 7, 2, 5, 5])), [])
