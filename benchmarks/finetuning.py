@@ -3,8 +3,8 @@
     python -m benchmarks.finetuning --report                    # docs/finetuning.md from benchmarks/data/*.csv
     python -m benchmarks.finetuning --steps [--models sst2-lora] [--rounds 9] [--out FILE.csv]
 
-Accuracies come from examples/finetune_*.py, which append their rows to benchmarks/data/finetuning.csv. Steps are those
-of the same models (`benchmarks.finetuning_models`), measured and checked against one sample at a time as
+Accuracies come from rows of benchmarks/data/finetuning.csv, of examples/finetune_*.py as of da2b181. Steps are those of
+models of `benchmarks.finetuning_models`, measured and checked against one sample at a time as
 `benchmarks.training` does, which knows these workloads by name, too.
 """
 

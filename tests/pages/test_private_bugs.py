@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     pictures.write(folder / "cifar10_jpeg.npz", draw, 120, 10)
     lines = [f"{' '.join(draw.choice(WORDS, draw.integers(2, 7)))}\t{i % 2}" for i in range(110)]
-    (folder / networks.sst2.FILES[0]).write_text("\n".join([*lines, "once upon\t1"]) + "\n")
+    (folder / networks.SENTENCES).write_text("\n".join([*lines, "once upon\t1"]) + "\n")
     return folder
 
 

@@ -1,8 +1,4 @@
-"""The pre-trained networks of finetune_cifar10.py: SqueezeNet 1.1 (1.24M) and a ViT-S/14 of DINOv2's shape (22M).
-
-Neither has batch norm, which couples samples. Weights come in the files that people have of them: torchvision's
-state dict for the one, a hub's model or an ONNX file for the other.
-"""
+"""A pre-trained ViT-S/14 (22M) of DINOv2's shape (Oquab et al. 2023), of the hub, a folder or an ONNX file."""
 
 from __future__ import annotations
 
@@ -12,52 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-# ---------------------------------------------------------------------- SqueezeNet 1.1 (Iandola et al. 2016)
-
-
-class Fire(nn.Module):
-    """A 1x1 convolution to few channels, then 1x1 and 3x3 ones side by side. Names as torchvision's."""
-
-    def __init__(self, channels: int, few: int, many: int) -> None:
-        super().__init__()
-        self.squeeze = nn.Conv2d(channels, few, 1)
-        self.expand1x1, self.expand3x3 = nn.Conv2d(few, many, 1), nn.Conv2d(few, many, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.squeeze(x))
-        return torch.cat([F.relu(self.expand1x1(x)), F.relu(self.expand3x3(x))], 1)
-
-
-class SqueezeNet(nn.Module):
-    """Images [B, 3, H, W] -> features [B, 512], means over the positions."""
-
-    width = 512
-
-    def __init__(self) -> None:
-        super().__init__()
-        pool = lambda: nn.MaxPool2d(3, 2, ceil_mode=True)
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 64, 3, stride=2), nn.ReLU(), pool(), Fire(64, 16, 64), Fire(128, 16, 64), pool(),
-            Fire(128, 32, 128), Fire(256, 32, 128), pool(), Fire(256, 48, 192), Fire(384, 48, 192),
-            Fire(384, 64, 256), Fire(512, 64, 256),
-        )  # fmt: skip
-        # of images of 0 to 1, red first
-        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
-        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.features((images - self.mean) / self.std).mean((2, 3))
-
-
-def squeezenet(weights: Path) -> SqueezeNet:
-    """With the weights of torchvision's state dict."""
-    model, state = SqueezeNet(), torch.load(weights, weights_only=True)
-    model.load_state_dict({name: t for name, t in state.items() if name.startswith("features.")}, strict=False)
-    return model
-
-
-# ---------------------------------------------------------------------- ViT-S/14 (DINOv2: Oquab et al. 2023)
 
 
 class ViT(nn.Module):
