@@ -61,7 +61,7 @@ def parser() -> common.Parser:
     """The options."""
     made = common.parser(__doc__ or "", "vit_grid")
     made.add_argument("--cases", nargs="+", choices=[str(case) for case in CASES], help="default: all")
-    made.add_argument("--model", help="a ViT-S/14: folder, hub name or ONNX file; default: an installed package's")
+    made.add_argument("--model", help="a ViT-S/14: folder or hub name; default: DINOv2's")
     made.add_argument("--cache", type=Path, help="keep the features in this file")
     made.add_argument("--records", type=int, default=45000, help="to train on; 5,000 more are held out")
     made.add_argument("--test-records", type=int, default=10000)

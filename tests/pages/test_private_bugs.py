@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "examples/papers"))
 pytest.importorskip("PIL")
 pytest.importorskip("transformers")
 
-import membership  # noqa: E402
 import private_bugs as bugs  # noqa: E402
 import private_bugs_networks as networks  # noqa: E402
 
@@ -131,23 +130,6 @@ def test_sentences_and_padding(data):
     assert torch.allclose(model(short), model(task.x[:4]), atol=1e-5)
     x, y = task.x[:4], task.labels[:4]
     assert fastdp.verify(model.train(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
-
-
-# ---------------------------------------------------------------------- membership
-
-
-def test_what_was_learnt_by_heart_is_known_again(tmp_path, capsys):
-    """Images of noise: without privacy each is learnt for itself, with epsilon 0.5 none is."""
-    draw = np.random.default_rng(0)
-    x, y = draw.integers(0, 256, (240, 32, 32, 3), dtype=np.uint8), draw.integers(0, 10, 240)
-    np.savez(tmp_path / "cifar10.npz", x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
-    told = ["--data", str(tmp_path), "--records", "120", "--epochs", "25", "--epsilon", "0.5"]
-    found = membership.main(told, width=32)
-    assert list(found) == ["not private: logits, label", "not private: logits, label, loss",
-                           "epsilon 0.50: logits, label", "epsilon 0.50: logits, label, loss"]  # fmt: skip
-    assert found["not private: logits, label, loss"].overall.low > 0.9
-    assert found["epsilon 0.50: logits, label, loss"].overall.low < 0.55
-    assert "accuracy 1.000 on members" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- the page
