@@ -22,7 +22,7 @@ def test_steps_are_measured_of_exact_contenders(name: str) -> None:
 
 def test_the_document_has_the_tables_of_the_rows() -> None:
     text = finetuning.DOC.read_text()
-    assert finetuning.filled(text) == text, "python -m benchmarks.finetuning --report"
+    assert finetuning.filled(text) == text, "python -m benchmarks.finetuning"
     rows = read_rows(finetuning.RUNS)
     assert rows and all(row["commit"] != "-" and row["date"] for row in rows)
     for row in rows:

@@ -39,9 +39,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ran(data: Path, folder: Path, *options: str, statistics: str = "fastdp") -> list[dict[str, str]]:
+def ran(data: Path, folder: Path, *options: str, statistics: tuple[str, ...] = ("fastdp",)) -> list[dict[str, str]]:
     """The rows of a run of the command on tiny networks, which must end with status 0; fastdp's are as expected."""
-    told = ["--data", str(data), "--quick", "--out", str(folder / "rows.csv"), "--statistics", statistics, *options]
+    told = ["--data", str(data), "--quick", "--out", str(folder / "rows.csv"), "--statistics", *statistics, *options]
     status = bugs.main(told, resnet=(1, 8), bert=(1, 16))
     with (folder / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -54,18 +54,23 @@ def ran(data: Path, folder: Path, *options: str, statistics: str = "fastdp") -> 
 @pytest.mark.parametrize(
     ("network", "optimizer", "kinds", "bugs_found"),
     [
-        ("resnet", "sgd", "per-example;no clipping;mini-batch, uncalibrated", ["no_clipping", "uncalibrated_noise"]),
+        (
+            "resnet",
+            "sgd",
+            ["per-example", "no clipping", "mini-batch, uncalibrated"],
+            ["no_clipping", "uncalibrated_noise"],
+        ),
         (
             "bert",
             "adam",
-            "per-example;mini-batch;per-example, uncalibrated",
+            ["per-example", "mini-batch", "per-example, uncalibrated"],
             ["minibatch_clipping", "uncalibrated_noise"],
         ),
     ],
 )
 def test_each_bug_is_found_and_nothing_else(network, optimizer, kinds, bugs_found, data, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    rows = ran(data, tmp_path, "--networks", network, "--optimizers", optimizer, "--implementations", kinds,
+    rows = ran(data, tmp_path, "--networks", network, "--optimizers", optimizer, "--implementations", *kinds,
                "--plots", str(tmp_path), "--curves", str(tmp_path / "curves.jsonl"))  # fmt: skip
     assert "fastdp's tests: 7 of 7 verdicts are as expected" in capsys.readouterr().out and len(rows) == 7
     assert [row["test"] for row in rows if row["verdict"] == "bug"] == bugs_found
@@ -78,12 +83,12 @@ def test_the_papers_tests_run_beside_ours_and_a_run_goes_on(data, tmp_path, caps
     pytest.importorskip("matplotlib")
     told = ["--networks", "bert", "--optimizers", "adam", "--tests", "no_clipping", "--plots", str(tmp_path),
             "--curves", str(tmp_path / "curves.jsonl")]  # fmt: skip
-    rows = ran(data, tmp_path, *told, "--implementations", "per-example;no clipping", statistics="fastdp,paper")
+    rows = ran(data, tmp_path, *told, "--implementations", "per-example", "no clipping", statistics=("fastdp", "paper"))
     found = {(row["statistics"], row["implementation"]): row["verdict"] for row in rows}
     assert found == {(name, kind): verdict for name in ("fastdp", "paper")
                      for kind, verdict in (("per-example", "ok"), ("no clipping", "bug"))}  # fmt: skip
     assert {row["steps"] for row in rows if row["statistics"] == "paper"} == {"48"}  # 8 of 5 steps and one more
-    again = ran(data, tmp_path, *told[:-4], "--implementations", "per-example;mini-batch", statistics="paper")
+    again = ran(data, tmp_path, *told[:-4], "--implementations", "per-example", "mini-batch", statistics=("paper",))
     assert [row["implementation"] for row in again[len(rows) :]] == ["mini-batch"]
     assert len(list(tmp_path.glob("*.png"))) == 1
     with pytest.raises(SystemExit, match="--curves"):
