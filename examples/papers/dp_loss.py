@@ -57,7 +57,6 @@ SETTINGS = {  # Tables 5 and 6
     "fashion": Setting(networks.end_to_end, 2048, 40, 4.0, 2.15, 0.0, 1.0, 5.0),
     "cifar10": Setting(networks.end_to_end_cifar, 1024, 30, 1.0, 1.54, 7.0, 11.0, 5.0),
 }
-NAMES = {"mnist": "MNIST", "fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 LOSSES = ("cross-entropy", "dploss")
 ABLATION = ("sse", "sse + cross-entropy", "sse + focal")
 OTHERS = ("sae", *(f"huber {tenths / 10:g}" for tenths in range(1, 11)), "non-private")
@@ -252,7 +251,7 @@ def every(options: Any, task: str, data: common.Images, setting: Setting, mode: 
 
     mark = {**setting._asdict(), "network": setting.network.__name__, "records": len(data.x), "looks": options.looks}
     return common.drive(
-        options, f"DPLoss, {NAMES[task]}", {name: {**mark, "loss": name} for name in options.losses}, one
+        options, f"DPLoss, {dp_loss_report.NAMES[task]}", {name: {**mark, "loss": name} for name in options.losses}, one
     )
 
 

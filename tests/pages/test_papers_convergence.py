@@ -88,7 +88,7 @@ def test_regression_has_the_papers_settings(folder):
         batch = plan.batch or train
         assert len(regression.split(torch.randn(table), plan.share).x) == train
         assert plan.epochs * -(-train // batch) == steps
-        found = regression.epsilons(plan.sigma, batch / train, steps, regression.delta_of(train))
+        found = regression.epsilons(plan.sigma, batch / train, steps, 1 / (1.1 * train))
         assert round(found["epsilon_gdp"], 1) == 4.4
     names, numbers = regression.read(folder / wine.PLAN.file, ";")
     task = regression.split(numbers)
