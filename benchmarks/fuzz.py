@@ -66,14 +66,11 @@ class Tally:
 
     def __init__(self) -> None:
         self.kinds: collections.Counter[str] = collections.Counter()
-        self.refusals: collections.Counter[str] = collections.Counter()
         self.faults: collections.Counter[str] = collections.Counter()
         self.told = set[tuple[str, ...]]()
 
     def add(self, task: Task, verdict: Verdict) -> None:
         self.kinds[verdict.kind] += 1
-        if verdict.kind == "refused":
-            self.refusals["refused: " + _reason(verdict)] += 1
         if verdict.kind == "skipped" and "MISLABELLED" in verdict.why:
             print(f"mislabelled: {task} {program_of(task).names}")
         if not verdict.fault:
@@ -98,8 +95,6 @@ class Tally:
         print(f"\n{sum(self.kinds.values())} programs in {seconds:.0f} s at {commit()}, to {last}: {dict(self.kinds)}")
         print(f"rate of silent faults: {silent} of {judged} judged = {silent / max(1, judged):.2e}")
         for what, count in self.faults.most_common():
-            print(f"{count:6d} {what}")
-        for what, count in self.refusals.most_common(30):
             print(f"{count:6d} {what}")
 
 

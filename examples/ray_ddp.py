@@ -16,7 +16,7 @@ import ray.train
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from digits import convolutions, digits, parser
+from digits import accuracy, convolutions, digits, parser
 from ray.train.torch import TorchTrainer, prepare_model
 
 import fastdp
@@ -39,9 +39,8 @@ def train_worker(config: dict[str, Any]) -> None:
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        accuracy = float((model.module.eval()(x).argmax(1) == y).float().mean())
-    metrics = {"accuracy": accuracy, "epsilon": optimizer.epsilon(DELTA)}
+    right = accuracy(model.module, x, y, torch.device("cpu"))
+    metrics = {"accuracy": right, "epsilon": optimizer.epsilon(DELTA)}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
