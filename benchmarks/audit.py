@@ -1,7 +1,7 @@
 """How often fastdp.audit calls a right step a bug, and how often it finds planted ones: the steps of
 tests/audit/audit_zoo.py and tests/audit/audit_right.py, over seeds of weights, data and noise.
 
-    python -m benchmarks.audit --seeds 20 --out benchmarks/data/audit.csv   # goes on where it stopped
+    python -m benchmarks.audit --seeds 20 --out benchmarks/data/audit.csv   # goes on where it was stopped
     python -m benchmarks.audit --report     # the tables of docs/audit.md, from that file
 """
 
