@@ -46,6 +46,7 @@ experiments=(
   "housing|housing|--full"
   "snli|snli|--full"
   "errors-loss|dp_loss|--tasks mnist fashion cifar10 --full"
+  "scatter-loss|dp_loss|--tasks scatter-mnist scatter-fashion scatter-cifar10 --seeds 5" # needs kymatio
 )
 for value in 0 2 4 6 8 10; do # the loss paper's Table 7
   experiments+=("threshold-$value-loss|dp_loss|--tasks fashion --losses dploss --seeds 5 --threshold $value")

@@ -32,7 +32,8 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize(
     ("make", "size", "shape"),
-    [(networks.end_to_end, 26_010, (1, 28, 28)), (networks.end_to_end_cifar, 550_570, (3, 32, 32))],
+    [(networks.end_to_end, 26_010, (1, 28, 28)), (networks.end_to_end_cifar, 550_570, (3, 32, 32)),
+     (networks.on_features, 20_778, (81, 7, 7)), (networks.on_features_cifar, 253_386, (243, 8, 8))],
 )  # fmt: skip
 def test_networks_are_the_papers(make, size, shape):
     """Of Table 2 the paper states the number of parameters; the others follow from their layers."""
@@ -43,7 +44,7 @@ def test_networks_are_the_papers(make, size, shape):
 
 def test_settings_cost_less_than_epsilon_3():
     for task, setting in dp_loss.SETTINGS.items():
-        records = 50_000 if task == "cifar10" else 60_000
+        records = 50_000 if "cifar10" in task else 60_000
         steps = round(setting.epochs * records / setting.batch)
         spent = fastdp.accounting.epsilon_of([(setting.sigma, setting.batch / records, steps)], 1e-5, "rdp")
         assert 2 < spent < 3.1, (task, spent)
@@ -128,3 +129,13 @@ def test_modes_and_what_is_changed(tmp_path, monkeypatch):
     assert [mode for _, _, mode in dp_loss.main(["--tasks", "mnist", *out])] == ["full"]
     with pytest.raises(SystemExit, match="nothing to draw"):
         dp_loss.main(["--draw", "--plots", str(tmp_path), *out])
+
+
+def test_scatternet_features_are_normalised_and_kept(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="pip install kymatio"):
+        patch.setitem(__import__("sys").modules, "kymatio.scattering2d.frontend.torch_frontend", None)
+        networks.scattered(fake(), None)
+    pytest.importorskip("kymatio.scattering2d.frontend.torch_frontend")
+    found = networks.scattered(fake(), tmp_path)
+    assert found.x.shape == (60, 81, 7, 7) and found.x.view(60, 3, -1).mean(2).abs().max() < 1e-5
+    assert torch.equal(networks.scattered(fake(), tmp_path).x, found.x)
