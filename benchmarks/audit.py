@@ -1,14 +1,13 @@
 """How often fastdp.audit calls a right step a bug, and how often it finds planted ones: the steps of
 tests/audit/audit_zoo.py and tests/audit/audit_right.py, over seeds of weights, data and noise.
 
-    python -m benchmarks.audit --seeds 20 --out benchmarks/data/audit.csv   # goes on where it stopped
+    python -m benchmarks.audit --seeds 20 --out benchmarks/data/audit.csv   # goes on where it was stopped
     python -m benchmarks.audit --report     # the tables of docs/audit.md, from that file
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,27 +49,18 @@ def measure(kind: str, name: str, made: Callable[[], Any], seeds: int, commit: s
     return {"kind": kind, "name": name, "seeds": str(seeds), "commit": commit, **counts}
 
 
-def read(path: Path = DATA) -> list[Row]:
-    return read_rows(path)
-
-
-def run(path: Path, seeds: int, limit: float, part: tuple[int, int]) -> int:
-    """Measure what is not in the file yet, for at most so many seconds; returns how many steps are left."""
-    begun = time.monotonic()
-    missing = [item for number, item in enumerate(steps().items()) if number % part[1] == part[0]]
-    done = {(row["kind"], row["name"]) for row in read(path)}
-    missing = [item for item in missing if item[0] not in done]
+def run(path: Path, seeds: int) -> None:
+    """Measure what is not in the file yet."""
+    done = {(row["kind"], row["name"]) for row in read_rows(path)}
+    missing = [item for item in steps().items() if item[0] not in done]
     bar = Bar(len(missing))
     for number, ((kind, name), made) in enumerate(missing):
         bar.at(number, f"{kind}, {name}")
-        if time.monotonic() - begun > limit:
-            return len(missing) - number
         row = measure(kind, name, made, seeds, commit())
         append(path, [row], COLUMNS)
         bugs = ", ".join(f"{test} {row[test]}" for test in TESTS if row[test] not in ("0", "-"))
         bar.clear()
         print(f"{kind} {name}: {bugs or 'no bug found'}", flush=True)
-    return 0
 
 
 # ---------------------------------------------------------------------- tables
@@ -141,16 +131,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=DATA)
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds, after which no step is begun")
-    parser.add_argument("--part", default="0/1", help="k/n: every n-th step from the k-th, for several processes")
     parser.add_argument("--report", action="store_true", help="write the tables into docs/audit.md, measure nothing")
     options = parser.parse_args()
     if options.report:
-        PAGE.write_text(filled(PAGE.read_text(), read(options.out)))
+        PAGE.write_text(filled(PAGE.read_text(), read_rows(options.out)))
         return
-    part = tuple(int(number) for number in options.part.split("/"))
-    left = run(options.out, options.seeds, options.limit, (part[0], part[1]))
-    print(summary(read(options.out)) if not left else f"{left} steps left: run it again")
+    run(options.out, options.seeds)
+    print(summary(read_rows(options.out)))
 
 
 if __name__ == "__main__":

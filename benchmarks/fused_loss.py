@@ -32,10 +32,9 @@ WAYS = ("stored logits", "fused")
 class Model(GPT):
     """The GPT of the benchmarks, which returns the losses of samples [B]."""
 
-    def __init__(self, way: str, frozen: bool, **sizes: int) -> None:
+    def __init__(self, way: str, **sizes: int) -> None:
         super().__init__(sizes["layers"], sizes["d"], sizes["d"] // 64, sizes["length"], sizes["vocabulary"])
         self.way = way
-        self.head.requires_grad_(not frozen)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         positions = torch.arange(ids.size(1), device=ids.device).repeat(ids.size(0), 1)
@@ -48,11 +47,10 @@ class Model(GPT):
 class Steps:
     """Steps of one way: private ones, or ordinary ones."""
 
-    def __init__(self, way: str, private: bool, frozen: bool, budget: int | None, sizes: dict[str, int]) -> None:
+    def __init__(self, way: str, private: bool, budget: int | None, sizes: dict[str, int]) -> None:
         torch.manual_seed(0)
-        self.model: nn.Module = Model(way, frozen, **sizes)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer: Any = torch.optim.AdamW(trained, fused=True)
+        self.model: nn.Module = Model(way, **sizes)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), fused=True)
         if private:
             self.optimizer = fastdp.DPAdamW(
                 self.model,
@@ -75,9 +73,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--frozen", action="store_true", help="the head is not trained")
     parser.add_argument("--budget", type=int, help="memory_budget of the private steps, in bytes")
-    parser.add_argument("--no-peaks", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -93,15 +89,14 @@ def main() -> None:
     kinds = {
         f"{'private' if private else 'ordinary'}, {way}": (way, private) for private in (True, False) for way in WAYS
     }
-    rest = (options.frozen, options.budget, sizes)
-    steps = {name: Steps(*kind, *rest) for name, kind in kinds.items()}
+    steps = {name: Steps(*kind, options.budget, sizes) for name, kind in kinds.items()}
     times = interleaved(steps, torch.device("cpu"), options.rounds, 1)
     del steps
     gc.collect()
     print(", ".join(f"{name} {value}" for name, value in sizes.items()), f"threads {torch.get_num_threads()}")
     for name, kind in kinds.items():
-        memory = "" if options.no_peaks else f"{fresh_mib('benchmarks.fused_loss', [*kind, *rest]):10.0f} MiB"
-        print(f"{name:26s}{times[name]:8.2f} s{memory}", flush=True)
+        peak = fresh_mib("benchmarks.fused_loss", [*kind, options.budget, sizes])
+        print(f"{name:26s}{times[name]:8.2f} s{peak:10.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from .contenders import CONTENDERS, DEFAULT
 from .exactness import Verdict, judge
 from .floor import floor
 from .memory import Job, Peak, peaks
-from .steps import OUT, Place, Run, interleaved, say
+from .steps import OUT, Run, interleaved, say
 from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
 from .timing import FACTS, Row, append, keep_memory, require_kernels, roofs, show, versions
 
@@ -207,14 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 append(told.out / f"training_{device}.csv", found, COLUMNS)
             rows += found
     show(rows, SHOWN)
-
-
-# what other benchmarks and their tests take from here
-def run(model: str, names: Sequence[str], rounds: int, memory: bool, place: Place | None = None,
-        roof: tuple[float, float] = (1.0, 1.0), small: bool = False) -> list[Row]:  # fmt: skip
-    """All rows of one workload, without limits of time."""
-    job = Job("cpu", model, place.device.type if place else "cpu", str(place.dtype)[6:] if place else "float32", small)
-    return rows_of(job, Options(list(names), rounds, memory=memory, roof=roof))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, send_to_device
-from digits import convolutions, digits, parser
+from digits import accuracy, convolutions, digits, parser
 
 import fastdp
 
@@ -57,12 +57,6 @@ def train(accelerator, model, optimizer, schedule, loader, private) -> None:
         optimizer.zero_grad()
 
 
-def accuracy(accelerator, model, x, y) -> float:
-    model.eval()
-    with torch.no_grad():
-        return float((model(x.to(accelerator.device)).argmax(1).cpu() == y).float().mean())
-
-
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--cpu", action="store_true")
@@ -78,7 +72,7 @@ def main() -> None:
             train(accelerator, model, optimizer, schedule, loader, private)
         accelerator.save_state(folder)
         accelerator.print(
-            f"half way: accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f}"
+            f"half way: accuracy {accuracy(model, x, y, accelerator.device):.3f}, epsilon {private.epsilon(DELTA):.2f}"
         )
 
         accelerator, model, optimizer, schedule, loader, private, x, y = prepared(*settings)  # another process, say
@@ -89,7 +83,8 @@ def main() -> None:
     for _ in range(epochs - epochs // 2):
         train(accelerator, model, optimizer, schedule, loader, private)
     accelerator.print(
-        f"accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f} at delta {DELTA}"
+        f"accuracy {accuracy(model, x, y, accelerator.device):.3f}, "
+        f"epsilon {private.epsilon(DELTA):.2f} at delta {DELTA}"
     )
     accelerator.end_training()
 

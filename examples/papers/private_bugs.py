@@ -99,8 +99,7 @@ def tasks(options: argparse.Namespace) -> list[networks.Task]:
             made.append(networks.images(options.data, options.records, 0, *options.resnet))
         else:
             rate = 0.1 if name == "bert-dropout" else 0.0
-            folder = networks.need_sentences(options)
-            made.append(networks.sentences(folder, options.records, 0, *options.bert, dropout=rate))
+            made.append(networks.sentences(options.data, options.records, 0, *options.bert, dropout=rate))
     return made
 
 
@@ -187,13 +186,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     made.add_argument("--data", type=Path, help="the folder with the data (without it, a message says where to get it)")
     made.add_argument("--quick", action="store_true", help="ResNet-8, one layer of BERT, one seed")
-    made.add_argument("--networks", type=_some(("resnet", "bert", "bert-dropout")), default=["resnet", "bert"])
-    made.add_argument("--optimizers", type=_some(("sgd", "adam")), default=["sgd", "adam"])
-    made.add_argument("--implementations", type=_some(tuple(networks.KINDS), ";"), default=list(networks.KINDS),
-                      help="separated by ;")  # fmt: skip
-    made.add_argument("--statistics", type=_some(("fastdp", "paper")), default=["fastdp", "paper"])
-    known = tuple(dict.fromkeys(test for _, test in TESTS))
-    made.add_argument("--tests", type=_some(known), default=list(known))
+    made.add_argument("--networks", nargs="+", choices=("resnet", "bert", "bert-dropout"), default=["resnet", "bert"])
+    made.add_argument("--optimizers", nargs="+", choices=("sgd", "adam"), default=["sgd", "adam"])
+    made.add_argument("--implementations", nargs="+", choices=tuple(networks.KINDS), default=list(networks.KINDS))
+    made.add_argument("--statistics", nargs="+", choices=("fastdp", "paper"), default=["fastdp", "paper"])
+    known = list(dict.fromkeys(test for _, test in TESTS))
+    made.add_argument("--tests", nargs="+", choices=known, default=known)
     made.add_argument("--seeds", type=int, help="how many; default 3, or 1 with --quick")
     made.add_argument("--first-seed", type=int, default=0)
     made.add_argument("--out", type=Path, help="append a row a test to this CSV file, but none that it has")
@@ -201,16 +199,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--plots", type=Path, help="write a PNG for each network and optimizer into this folder")
     made.add_argument("--report", action="store_true", help="only write tables and figures of docs/private_bugs.md")
     return made
-
-
-def _some(known: Sequence[str], by: str = ",") -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(by)]
-        if bad := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(bad)}: know {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def main(arguments: Sequence[str] | None = None, resnet: tuple[int, ...] = (), bert: tuple[int, ...] = ()) -> int:

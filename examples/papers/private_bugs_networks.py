@@ -6,7 +6,6 @@ Each optimizer here is made as `fastdp.audit.TorchTrainable` takes it. One is ri
 from __future__ import annotations
 
 import csv
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
+from examples.papers.images import cifar10, need
 from fastdp.audit.torch_step import TorchTrainable
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import finetune_sst2 as sst2
-from common import need_data
-
-from examples.papers.images import cifar10
+SENTENCES = "sst2_train.tsv"
+WHERE = (
+    "Lines of sentence, tab, label (0 or 1). With a network: the Stanford Sentiment Treebank with two labels, 6,920 "
+    "sentences, from https://nlp.stanford.edu/sentiment; or GLUE's SST-2: datasets.load_dataset('glue', 'sst2')."
+)
 
 # Adam's step is proportional to the gradient only far below its eps of 1e-8, and is seen there only at a large rate:
 # there fastdp's tests look. The paper's take ordinary steps of Adam; it names no rate.
@@ -96,11 +96,6 @@ class Task(NamedTuple):
     dropout: bool = False
 
 
-def need_sentences(options: Any) -> Path:
-    """The folder --data, where it has the sentences; else exits with where to get them."""
-    return need_data(options, [sst2.FILES[0]], sst2.WHERE)
-
-
 def images(folder: Path | None, count: int, seed: int, blocks: int, width: int = 16) -> Task:
     """`count` random images, of [0, 1] less their mean and over their deviation, and a ResNet."""
     data = cifar10(folder)
@@ -109,9 +104,9 @@ def images(folder: Path | None, count: int, seed: int, blocks: int, width: int =
     return Task(name, lambda: resnet(blocks, width), data.x[rows], data.y[rows], 10)
 
 
-def sentences(folder: Path, count: int, seed: int, layers: int, width: int = 128, dropout: float = 0.0) -> Task:
+def sentences(folder: Path | None, count: int, seed: int, layers: int, width: int = 128, dropout: float = 0.0) -> Task:
     """`count` random sentences as numbers of words (1: a word met once), and a BERT."""
-    with (folder / sst2.FILES[0]).open(newline="", encoding="utf-8") as file:
+    with need([folder / SENTENCES] if folder else [], WHERE).open(newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     often = Counter(word for text, _ in lines for word in text.split())
     number = {word: 2 + k for k, word in enumerate(sorted(word for word, times in often.items() if times > 1))}

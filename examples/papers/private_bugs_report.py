@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ PAPER = {  # its figures 2 to 4 and 7; those with Adam, 5, 6 and 8, are said to 
     **{("uncalibrated_noise", f"{clipping}, {noise}"): "p large, independent of C"
        for clipping in ("per-example", "mini-batch", "no clipping") for noise in ("uncalibrated", "no noise")},
 }  # fmt: skip
-COST = {"no_clipping": "8", "minibatch_clipping": "100", "uncalibrated_noise": "200 (2 models; 500 with its 5)",
-        "noise_distribution": "not stated"}  # fmt: skip
 
 
 def as_expected(row: Row) -> bool:
@@ -51,7 +49,7 @@ def tables(rows: Sequence[Row]) -> str:
         lines.append([test, kind, hoped, _verdicts(ours), _cell(paper), PAPER.get((test, kind), "-")])
     head = ["test", "implementation", "expected", "fastdp's test", "the paper's test", "the paper says"]
     parts = [table(head, lines)] if lines else []
-    parts += [f"### Cost in training steps\n\n{cost(rows)}", counted(rows)]
+    parts.append(counted(rows))
 
     def all_of(column: str) -> str:
         return ", ".join(sorted({str(row[column]) for row in rows}))
@@ -81,33 +79,6 @@ def counted(rows: Sequence[Row]) -> str:
             lines.append(f"- not: {row['network']}, {row['optimizer']}, {row['implementation']}, {row['test']}, seed "
                          f"{row['seed']}: {row['verdict']}")  # fmt: skip
     return "\n".join(lines)
-
-
-def cost(rows: Iterable[Row]) -> str:
-    """Training steps of a test on per-example clipping, and how many of them are searches."""
-    kept = [row for row in rows if row["implementation"] == "per-example" and "dropout" not in str(row["network"])]
-    lines = []
-    for test in dict.fromkeys(str(row["test"]) for row in kept):
-        cells = []
-        for optimizer in ("sgd", "adam"):
-            for statistics in ("fastdp", "paper"):
-                of = [r for r in kept if (r["test"], r["optimizer"], r["statistics"]) == (test, optimizer, statistics)]
-                of = [r for r in of if r["verdict"] != "not tested" and r["steps"] != "-"]  # not counted once
-                cells.append(_range([int(str(r["steps"])) for r in of]) + _searches(of))
-        lines.append([test, *cells, COST[test]])
-    head = ["test", "fastdp, SGD", "paper's, SGD", "fastdp, Adam", "paper's, Adam", "the paper, Appendix D"]
-    return table(head, lines)
-
-
-def _searches(rows: Sequence[Row]) -> str:
-    found = [int(str(row["search_steps"])) for row in rows if str(row["search_steps"]) not in ("-", "0")]
-    return f" ({_range(found)} to search)" if found else ""
-
-
-def _range(values: Sequence[int]) -> str:
-    if not values:
-        return "-"
-    return f"{min(values)}" + (f" to {max(values)}" if max(values) > min(values) else "")
 
 
 def _verdicts(rows: Sequence[Row]) -> str:

@@ -96,11 +96,6 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> float:
         return float(F.mse_loss(model(x), y))
 
 
-def delta_of(records: int) -> float:
-    """1 / (1.1 n)."""
-    return 1 / (1.1 * records)
-
-
 def run(plan: Plan, way: Way, task: Task, seed: int, epochs: int, kept: common.Checkpoint
         ) -> tuple[dict[str, float], dict[str, Any]]:  # fmt: skip
     """Metrics, and the setting's columns; the losses at POINTS + 1 moments are in kept.state["more"]."""
@@ -132,9 +127,10 @@ def run(plan: Plan, way: Way, task: Task, seed: int, epochs: int, kept: common.C
     columns = {"train_records": len(task.x), "epochs": epochs, "steps": steps, "batch": batch, "lr": way.lr,
                "seconds": found.seconds}  # fmt: skip
     if private:
-        metrics |= epsilons(plan.sigma, batches.sample_rate, steps, delta_of(len(task.x)))
+        delta = 1 / (1.1 * len(task.x))
+        metrics |= epsilons(plan.sigma, batches.sample_rate, steps, delta)
         metrics["share longer than R"] = found.clipped or 0.0
-        columns |= {"sigma": plan.sigma, "delta": delta_of(len(task.x)), "R": way.max_grad_norm,
+        columns |= {"sigma": plan.sigma, "delta": delta, "R": way.max_grad_norm,
                     "clipping": way.clipping, "style": "flat", "epsilon": metrics["epsilon_gdp"],
                     "accountant": "gdp"}  # fmt: skip
         optimizer.detach()
@@ -157,10 +153,6 @@ def main(plan: Plan, description: str, stem: str, arguments: Sequence[str] | Non
         lambda name, seed, kept, tell: tell(mode, *run(plan, ways[name], task, seed, epochs, kept)),
         lambda name, kept: curves[name].append(kept.state["more"]["points"]),
     )  # fmt: skip
-    for name, found in ((name, found) for name, found in curves.items() if found):
-        last = torch.tensor(found)[:, -1]
-        spread = float(last.std(correction=0))
-        print(f"{name}: training loss {float(last.mean()):.4f} +- {spread:.4f} ({len(found)} runs)")
     if (path := picture(options, stem)) is not None:
         moments = torch.linspace(0, 1, POINTS + 1).tolist()
         named = {f"{name} ({len(found)} runs)": (moments, found) for name, found in curves.items() if found}

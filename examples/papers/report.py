@@ -23,12 +23,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.tables import between, table
+from benchmarks.tables import between, read_rows, table
 from examples.papers import dp_loss_report
 from examples.papers.common import COLUMNS, MODES, ROOT
 
 DATA, FIGURES, PAGE = ROOT / "benchmarks/data", Path(__file__).with_name("paper_figures.csv"), ROOT / "docs/papers.md"
-ASKED = ("experiment", "case", "metric", "paper", "source", "why")
 SAME = ("mode", "train_records", "epochs", "steps", "batch", "sigma", "lr", "R", "clipping", "style")  # one setting
 SHARES = ("accuracy", "ece", "mce", "clipped", "dropped", "share")  # metrics of these words are percentages
 CALIBRATION = {"accuracy": "accuracy", "ece": "ECE"}
@@ -89,23 +88,7 @@ def read(folder: Path) -> list[Row]:
                 raise ValueError(
                     f"{path.name} has the columns {', '.join(reader.fieldnames or ())}, not those of a result"
                 )
-            for number, row in enumerate(reader, start=2):
-                if row["mode"] not in MODES or None in row.values():
-                    raise ValueError(f"{path.name}, line {number}: {row}")
-                found.append(row)
-    return found
-
-
-def figures(path: Path) -> list[Row]:
-    """The papers' figures. Raises ValueError for other columns, and for a row that stands twice."""
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != ASKED:
-            raise ValueError(f"{path.name} must have the columns {', '.join(ASKED)}")
-        found = list(reader)
-    keys = [(row["experiment"], row["case"], row["metric"]) for row in found]
-    if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ValueError(f"{path.name} has two rows for {', '.join(map(str, sorted(twice)))}")
+            found += reader
     return found
 
 
@@ -241,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if the page would change")
     options = parser.parse_args(arguments)
     old = PAGE.read_text(encoding="utf-8")
-    new = page(old, figures(FIGURES), read(DATA))
+    new = page(old, read_rows(FIGURES), read(DATA))
     if options.check:
         print("as the rows say" if new == old else f"{PAGE.name} is not what the rows say: run it without --check")
         return int(new != old)

@@ -69,8 +69,8 @@ def parser() -> common.Parser:
     full = f"the paper's model, {PAPERS}, and training set; all cases of its figures"
     made = common.parser(__doc__ or "", "snli", full, draw=True)
     made.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: but those by layers")
-    made.add_argument("--model", help="a BERT: a hub name or folder; default: MiniLM, an installed package's or the "
-                      f"hub's; with --full {PAPERS}")  # fmt: skip
+    made.add_argument("--model", help="a BERT: a hub name or folder; default: the hub's MiniLM; with --full "
+                      f"{PAPERS}")  # fmt: skip
     made.add_argument("--head", choices=("pooler", "mean"), default="pooler", help="what the classifier reads")
     made.add_argument("--cache", type=Path, help="keep the frozen blocks' output in this file (0.8 GB)")
     made.add_argument("--sigma", type=float, default=0.4, help="the noise multiplier")

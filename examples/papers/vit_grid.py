@@ -29,6 +29,7 @@ from examples.papers.pictures import Grid, grids, picture
 from examples.papers.training import loader, logits_of, test_metrics, train
 
 EXPERIMENT = "ViT lr x R grid, CIFAR-10"
+EPSILON, DELTA = 2.0, 1e-5  # by PRV
 DEV = 5000  # training images held out, on which the best cell is chosen
 STEP = math.sqrt(10)  # from one lr or R to the next
 RADII = tuple(0.1 * STEP**k for k in range(8))  # 0.1 to 316
@@ -61,16 +62,12 @@ def parser() -> common.Parser:
     """The options."""
     made = common.parser(__doc__ or "", "vit_grid")
     made.add_argument("--cases", nargs="+", choices=[str(case) for case in CASES], help="default: all")
-    made.add_argument("--model", help="a ViT-S/14: folder, hub name or ONNX file; default: an installed package's")
+    made.add_argument("--model", help="a ViT-S/14: folder or hub name; default: DINOv2's")
     made.add_argument("--cache", type=Path, help="keep the features in this file")
     made.add_argument("--records", type=int, default=45000, help="to train on; 5,000 more are held out")
     made.add_argument("--test-records", type=int, default=10000)
-    made.add_argument("--cells", type=Path, help="rows of the cells; default: vit_grid_cells.csv beside --out")
-    made.add_argument("--epsilon", type=float, default=2.0, help="at delta 1e-5 by PRV; the noise follows")
-    made.add_argument("--delta", type=float, default=1e-5)
     made.add_argument("--batch", type=int, default=1000)
     made.add_argument("--epochs", type=int, default=10)
-    made.add_argument("--every", type=int, default=1, help="take every so many of the learning rates and norms")
     return made
 
 
@@ -184,19 +181,14 @@ def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
 # ---------------------------------------------------------------------- pictures
 
 
-def mean(cells: Sequence[Cell], metric: str, case: str, lr: float, R: float) -> float:
-    """Over seeds; not-a-numbers stay."""
-    found = [c.metrics[metric] for c in cells if (c.case, c.lr, c.R) == (case, lr, R)]
-    return sum(found) / len(found)
-
-
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Heat maps of accuracy and ECE by lr and R."""
+    """Heat maps of accuracy and ECE by lr and R, of the last seed."""
     maps = []
     for case in dict.fromkeys(c.case for c in cells):
         rates, radii = (sorted({getattr(c, name) for c in cells if c.case == case}) for name in ("lr", "R"))
+        found = {(c.R, c.lr): c.metrics for c in cells if c.case == case}
         for metric, colours in (("accuracy", "viridis"), ("ece", "magma_r")):
-            values = [[100 * mean(cells, metric, case, lr, R) for lr in rates] for R in reversed(radii)]
+            values = [[100 * found[R, lr][metric] for lr in rates] for R in reversed(radii)]
             texts = [[f"{value:.0f}" for value in line] for line in values]
             maps.append(Grid(f"{metric}, %: {case}; R by lr", values, texts, [f"{R:.2g}" for R in reversed(radii)],
                              [f"{lr:.2g}" for lr in rates], colours))  # fmt: skip
@@ -207,31 +199,32 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 
 
 def planned(options: Any, records: int) -> dict[str, Any]:
-    """The setting of all cells, as columns of their rows: the noise is that which costs --epsilon."""
+    """The setting of all cells, as columns of their rows: the noise is that which costs EPSILON."""
     batch = min(options.batch, records // 4)
     rate = batch / records
     steps = options.epochs * fastdp.accounting.steps_per_epoch(rate)
-    sigma = fastdp.noise_multiplier_for(target_epsilon=options.epsilon, delta=options.delta, sample_rate=rate,
+    sigma = fastdp.noise_multiplier_for(target_epsilon=EPSILON, delta=DELTA, sample_rate=rate,
                                         steps=steps)  # fmt: skip
-    spent = fastdp.accounting.epsilon_of([(sigma, rate, steps)], options.delta)
+    spent = fastdp.accounting.epsilon_of([(sigma, rate, steps)], DELTA)
     return {"train_records": records, "epochs": options.epochs, "steps": steps, "batch": batch, "sigma": sigma,
-            "epsilon": spent, "delta": options.delta, "accountant": "prv", "clipping": "local"}  # fmt: skip
+            "epsilon": spent, "delta": DELTA, "accountant": "prv", "clipping": "local"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Cell]:
     """Train every cell of every case; write cells, what they come to, and pictures."""
     options = parser().parse_args(arguments)
-    options.cells = options.cells or options.out.with_name("vit_grid_cells.csv")
+    file = options.out.with_name("vit_grid_cells.csv")
     if options.quick:
         options.records, options.test_records = min(options.records, 1600), min(options.test_records, 800)
-        options.batch, options.every = min(options.batch, 200), max(options.every, 3)
+        options.batch = min(options.batch, 200)
     data = read(options)
     setting = planned(options, len(data.train[1]))
-    changed = options.changed & {"epsilon", "delta", "batch", "epochs", "test_records"}
+    changed = options.changed & {"batch", "epochs", "test_records"}
     mode = "quick" if options.quick else "full" if len(data.train[1]) >= 45000 and not changed else "short"
     same = {"mode": mode, "sigma": f"{setting['sigma']:.6g}"}
     same |= {name: setting[name] for name in ("train_records", "epochs", "batch")}
-    rates, radii = RATES[:: options.every], RADII[:: options.every]
+    every = 3 if options.quick else 1
+    rates, radii = RATES[::every], RADII[::every]
     cells: list[Cell] = []
 
     def run(name: str, seed: int, kept: common.Checkpoint, tell: common.Tell) -> None:
@@ -240,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Cell]:
             for lr in rates:
                 cell, seconds = train_cell(data, case, lr, R, seed, setting["sigma"], options)
                 mine.append(cell)
-                common.write(options.cells, common.rows(
+                common.write(file, common.rows(
                     options, EXPERIMENT, f"{case}; one cell", mode, seed, cell.metrics, **setting, style=case.style,
                     lr=lr, R=R, seconds=seconds,
                 ))  # fmt: skip
@@ -251,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Cell]:
         cells.extend(mine)
 
     cases = {str(case): case for case in CASES if not options.cases or str(case) in options.cases}
-    common.drive(options, EXPERIMENT, {name: {**same, "every": options.every} for name in cases}, run)
+    common.drive(options, EXPERIMENT, {name: {**same, "every": every} for name in cases}, run)
     if (path := picture(options, "vit_grid")) is not None:
         draw(cells, path)
     return cells

@@ -71,8 +71,8 @@ def take_norms(norms: Any) -> None:
     if norms == "jl":
         raise ClippingError(
             'norms="jl" (DP-SGD-JL: norms estimated by random projections) is refused: fastdp\'s exact norms take a '
-            "fraction of its time at the same memory, and estimates cost epsilon besides. The figures are in "
-            "docs/mechanisms.md, and python -m benchmarks.jl measures them. Leave norms= out; if memory is short, give "
+            "fraction of its time at the same memory, and estimates cost epsilon besides. See "
+            "docs/mechanisms.md. Leave norms= out; if memory is short, give "
             "fastdp.poisson_loader max_physical_batch_size="
         )
     if norms != "exact":

@@ -8,7 +8,8 @@ import os
 import pytest
 import torch
 
-from .started import accuracy_and_epsilon, run
+from ..finetune.finetune_models import classifier, reviews
+from .started import accuracy_and_epsilon, run, torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,8 +20,10 @@ pytest.importorskip("transformers")
 
 
 def test_the_command_finetune(tmp_path):
+    model, data = classifier(tmp_path / "model", dropout=0.0), reviews(tmp_path / "reviews.csv", 120)
     more = ["--seed", "7", "--device", "cpu", "--accountant", "gdp", "--max-physical-batch-size", "32"]
-    said = run("examples/finetune_ddp.py", "--out", str(tmp_path / "out"), *more)
+    said = torchrun("-m", "fastdp", "finetune", str(model), str(data), "--task", "classify", "--epsilon", "8",
+                    "--batch-size", "32", "--epochs", "2", "--out", str(tmp_path / "out"), *more)  # fmt: skip
     assert said.count("done: epsilon") == 1 and "2 share each step" in said  # said by one process
     card = json.loads((tmp_path / "out" / "privacy_card.json").read_text())
     assert card["epsilon"] <= 8 and (tmp_path / "out" / "model" / "model.safetensors").exists()

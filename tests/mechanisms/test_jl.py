@@ -1,15 +1,12 @@
-"""Norms by random projections: refused by the optimizers, for the reasons that benchmarks/jl.py measures."""
+"""Norms by random projections: refused by the optimizers, with the reason."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import fastdp
-from benchmarks import jl
 from fastdp.errors import ClippingError
 from fastdp.mechanisms import DPFTRL
 
@@ -29,13 +26,3 @@ def test_optimizers_refuse_it_with_the_reason() -> None:
         with pytest.raises(ValueError, match="not 'sketch'"):
             way("sketch")
         way("exact").detach()
-
-
-def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["jl", "--small", "--rounds", "1", "--system-allocator"])
-    monkeypatch.setattr(jl, "sigma_for", lambda *_: 1.0)
-    monkeypatch.setitem(jl.WORKLOADS, "mlp", ("tiny", (4, 6), lambda: nn.Linear(6, 10)))
-    monkeypatch.setattr(jl, "peak_mib", lambda *_: 1.0)
-    jl.main()
-    out = capsys.readouterr().out
-    assert "| tiny | 8 projections |" in out and "| k = 8 | 25% |" in out

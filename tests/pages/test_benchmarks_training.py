@@ -166,7 +166,7 @@ def test_a_wrong_contender_gets_no_time_and_a_failure_is_said(known: None, monke
     for name, contender in (wrong | failing).items():
         monkeypatch.setitem(CONTENDERS, name, contender)
     names = ["non-private", *OURS, *wrong, *failing]
-    found = training.run("tiny", names, 2, memory=False, roof=(1e11, 1e10))
+    found = training.rows_of(memory.Job("cpu", "tiny"), training.Options(names, 2, memory=False, roof=(1e11, 1e10)))
     rows = {str(row["contender"]): row for row in found}
     for name in wrong:
         assert rows[name]["status"] == "wrong" and rows[name]["step_ms"] == rows[name]["ratio"] == "-", rows[name]

@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "examples/papers"))
 pytest.importorskip("PIL")
 pytest.importorskip("transformers")
 
-import membership  # noqa: E402
 import private_bugs as bugs  # noqa: E402
 import private_bugs_networks as networks  # noqa: E402
 
@@ -36,13 +35,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     pictures.write(folder / "cifar10_jpeg.npz", draw, 120, 10)
     lines = [f"{' '.join(draw.choice(WORDS, draw.integers(2, 7)))}\t{i % 2}" for i in range(110)]
-    (folder / networks.sst2.FILES[0]).write_text("\n".join([*lines, "once upon\t1"]) + "\n")
+    (folder / networks.SENTENCES).write_text("\n".join([*lines, "once upon\t1"]) + "\n")
     return folder
 
 
-def ran(data: Path, folder: Path, *options: str, statistics: str = "fastdp") -> list[dict[str, str]]:
+def ran(data: Path, folder: Path, *options: str, statistics: tuple[str, ...] = ("fastdp",)) -> list[dict[str, str]]:
     """The rows of a run of the command on tiny networks, which must end with status 0; fastdp's are as expected."""
-    told = ["--data", str(data), "--quick", "--out", str(folder / "rows.csv"), "--statistics", statistics, *options]
+    told = ["--data", str(data), "--quick", "--out", str(folder / "rows.csv"), "--statistics", *statistics, *options]
     status = bugs.main(told, resnet=(1, 8), bert=(1, 16))
     with (folder / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -55,18 +54,23 @@ def ran(data: Path, folder: Path, *options: str, statistics: str = "fastdp") -> 
 @pytest.mark.parametrize(
     ("network", "optimizer", "kinds", "bugs_found"),
     [
-        ("resnet", "sgd", "per-example;no clipping;mini-batch, uncalibrated", ["no_clipping", "uncalibrated_noise"]),
+        (
+            "resnet",
+            "sgd",
+            ["per-example", "no clipping", "mini-batch, uncalibrated"],
+            ["no_clipping", "uncalibrated_noise"],
+        ),
         (
             "bert",
             "adam",
-            "per-example;mini-batch;per-example, uncalibrated",
+            ["per-example", "mini-batch", "per-example, uncalibrated"],
             ["minibatch_clipping", "uncalibrated_noise"],
         ),
     ],
 )
 def test_each_bug_is_found_and_nothing_else(network, optimizer, kinds, bugs_found, data, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    rows = ran(data, tmp_path, "--networks", network, "--optimizers", optimizer, "--implementations", kinds,
+    rows = ran(data, tmp_path, "--networks", network, "--optimizers", optimizer, "--implementations", *kinds,
                "--plots", str(tmp_path), "--curves", str(tmp_path / "curves.jsonl"))  # fmt: skip
     assert "fastdp's tests: 7 of 7 verdicts are as expected" in capsys.readouterr().out and len(rows) == 7
     assert [row["test"] for row in rows if row["verdict"] == "bug"] == bugs_found
@@ -79,12 +83,12 @@ def test_the_papers_tests_run_beside_ours_and_a_run_goes_on(data, tmp_path, caps
     pytest.importorskip("matplotlib")
     told = ["--networks", "bert", "--optimizers", "adam", "--tests", "no_clipping", "--plots", str(tmp_path),
             "--curves", str(tmp_path / "curves.jsonl")]  # fmt: skip
-    rows = ran(data, tmp_path, *told, "--implementations", "per-example;no clipping", statistics="fastdp,paper")
+    rows = ran(data, tmp_path, *told, "--implementations", "per-example", "no clipping", statistics=("fastdp", "paper"))
     found = {(row["statistics"], row["implementation"]): row["verdict"] for row in rows}
     assert found == {(name, kind): verdict for name in ("fastdp", "paper")
                      for kind, verdict in (("per-example", "ok"), ("no clipping", "bug"))}  # fmt: skip
     assert {row["steps"] for row in rows if row["statistics"] == "paper"} == {"48"}  # 8 of 5 steps and one more
-    again = ran(data, tmp_path, *told[:-4], "--implementations", "per-example;mini-batch", statistics="paper")
+    again = ran(data, tmp_path, *told[:-4], "--implementations", "per-example", "mini-batch", statistics=("paper",))
     assert [row["implementation"] for row in again[len(rows) :]] == ["mini-batch"]
     assert len(list(tmp_path.glob("*.png"))) == 1
     with pytest.raises(SystemExit, match="--curves"):
@@ -131,23 +135,6 @@ def test_sentences_and_padding(data):
     assert torch.allclose(model(short), model(task.x[:4]), atol=1e-5)
     x, y = task.x[:4], task.labels[:4]
     assert fastdp.verify(model.train(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
-
-
-# ---------------------------------------------------------------------- membership
-
-
-def test_what_was_learnt_by_heart_is_known_again(tmp_path, capsys):
-    """Images of noise: without privacy each is learnt for itself, with epsilon 0.5 none is."""
-    draw = np.random.default_rng(0)
-    x, y = draw.integers(0, 256, (240, 32, 32, 3), dtype=np.uint8), draw.integers(0, 10, 240)
-    np.savez(tmp_path / "cifar10.npz", x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
-    told = ["--data", str(tmp_path), "--records", "120", "--epochs", "25", "--epsilon", "0.5"]
-    found = membership.main(told, width=32)
-    assert list(found) == ["not private: logits, label", "not private: logits, label, loss",
-                           "epsilon 0.50: logits, label", "epsilon 0.50: logits, label, loss"]  # fmt: skip
-    assert found["not private: logits, label, loss"].overall.low > 0.9
-    assert found["epsilon 0.50: logits, label, loss"].overall.low < 0.55
-    assert "accuracy 1.000 on members" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- the page

@@ -25,7 +25,7 @@ def features(count=120, width=12, seed=0):
 
 
 def options(**more):
-    return argparse.Namespace(**{"batch": 30, "epochs": 3, "delta": 1e-5, **more})
+    return argparse.Namespace(**{"batch": 30, "epochs": 3, **more})
 
 
 def cell(data, case, lr, R, sigma, noise_seed=1):
@@ -84,13 +84,13 @@ def test_the_experiment_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(vit_grid, "RADII", (1e-3, 1e3))
     monkeypatch.setattr(vit_grid, "RATES", (0.1, 1.0))
     arguments = ["--cache", str(tmp_path / "kept"), "--records", "120", "--test-records", "120", "--batch", "30",
-                 "--epochs", "1", "--out", str(tmp_path / "o.csv"), "--cells", str(tmp_path / "c.csv"),
+                 "--epochs", "1", "--out", str(tmp_path / "o.csv"),
                  "--plots", str(tmp_path)]  # fmt: skip
     pytest.importorskip("matplotlib")
     cells = vit_grid.main(arguments)
     assert (tmp_path / "vit_grid.png").read_bytes()[:4] == b"\x89PNG"
     assert len(cells) == 4 * len(vit_grid.CASES)
-    with (tmp_path / "c.csv").open(newline="") as file:
+    with (tmp_path / "vit_grid_cells.csv").open(newline="") as file:
         written = list(csv.DictReader(file))
     assert tuple(written[0]) == common.COLUMNS and len(written) == len(cells) * len(cells[0].metrics)
     assert "--cache FILE" in written[0]["command"] and " /" not in written[0]["command"]
