@@ -5,7 +5,7 @@
 #include "fastdp.h"
 #include "python/known_calls.h"
 #include "python/modules.h"
-#include "python/standing.h"
+#include "python/snapshot.h"
 
 #include <optional>
 #include <vector>
@@ -146,7 +146,7 @@ PYBIND11_MODULE(_C, module) {
     bind<fastdp_routed_norm>(module, "routed_norm", "squared norms of segments; returns how many were in doubt");
     bind_known_calls(module);
     bind_modules(module);
-    bind_standing(module);
+    bind_snapshot(module);
     py::class_<fastdp_conv>(module, "Conv", "fastdp_conv of csrc/fastdp.h")
         .def(py::init(&convolution))
         .def("scratch", &fastdp_conv_scratch, "bytes of scratch a thread, by route")

@@ -1,7 +1,7 @@
 // Torch calls that a pass of capture knows already, made and tagged without Python in between.
 //
 // fastdp/engine/call_cache.py defines what a call's signature is, and fastdp/batch_axis/layout.py (`tag_of`, `tag`),
-// memory.py (`look`) and held.py (`hold`) what is asked and noted of a tensor. Here are the ordinary cases of these
+// aliasing.py what is asked and noted of a tensor. Here are the ordinary cases of these
 // alone. Whatever is out of the ordinary is MISSED: then nothing was done, and the call goes through Python.
 //
 // A call that combines data with parameters is known by more (`known_calls.KnownCapture`): what its rule in Python
@@ -14,7 +14,7 @@
 
 namespace {
 
-// `layout.tag` and `held.hold` of a result without notes that matter. (The call was made: nothing is MISSED from here.)
+// `layout.tag` and what `aliasing` notes of a result without notes that matter. (The call was made: nothing is MISSED from here.)
 void tag(PyObject *tensor, PyObject *layout, PyObject *moment) {
     const Ref held_notes = notes_of(tensor);
     PyObject *notes = held_notes.get();
@@ -163,7 +163,7 @@ class KnownCalls {
         return is_nobodys(tensor) && number(called(tensor, names->numel).get()) > 1;  // (one number is noted)
     }
 
-    // The same constant in another shape was made as it was (`positions.note_made`).
+    // The same constant in another shape was made as it was (`batch_positions.note_made`).
     static PyObject *reshaped(PyObject *function, PyObject *args, PyObject *kwargs) {
         PyObject *made = PyTuple_GET_ITEM(entry(notes_of(PyTuple_GET_ITEM(args, 0)).get(), names->MADE), 0);
         const Ref now = attribute(names->moments, names->current);

@@ -2,7 +2,7 @@
 
 PythonNames *names = nullptr;
 
-// `positions.made_in_sight`
+// `batch_positions.made_in_sight`
 bool was_made(PyObject *note) {
     if (note == nullptr) return false;
     const Ref now = attribute(names->moments, names->current);
@@ -29,7 +29,7 @@ Ref storage_of(PyObject *tensor) {
     return storage;
 }
 
-// Whether memory that a constant lies in holds no data, and never did (`memory.look`).
+// Whether memory that a constant lies in holds no data, and never did (`aliasing.look`).
 bool is_nobodys(PyObject *tensor) {
     const Ref storage = storage_of(tensor);
     if (!storage) return false;

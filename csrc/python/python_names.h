@@ -51,13 +51,13 @@ inline bool is_tensor(PyObject *object) { return PyType_IsSubtype(Py_TYPE(object
 enum Kind : std::int64_t { ASKS = 0, REPEATS = 1, CHECKED = 2, DEPENDS = 3, WHERE = 4, ELEMENTWISE = 5 };
 constexpr std::int64_t KIND = 7, FOLLOWED = 8, GATHERING = 16, INDEXING = 32, COMBINING = 64, RESHAPING = 128;
 
-// `positions.made_in_sight`
+// `batch_positions.made_in_sight`
 bool was_made(PyObject *note);
 
 // The tensor's memory; none of sparse ones.
 Ref storage_of(PyObject *tensor);
 
-// Whether memory that a constant lies in holds no data, and never did (`memory.look`).
+// Whether memory that a constant lies in holds no data, and never did (`aliasing.look`).
 bool is_nobodys(PyObject *tensor);
 
 void set_vocabulary(const py::dict &vocabulary, const py::dict &places);

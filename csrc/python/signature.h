@@ -62,7 +62,7 @@ class Signature {
 
     Ref tuple() {
         if (data_.empty()) throw Missed{};  // how constants are made of others is noted
-        for (const auto &made : made_) {  // (of other calls `positions.may_matter` was asked)
+        for (const auto &made : made_) {  // (of other calls `batch_positions.may_matter` was asked)
             for (const auto &data : data_) {
                 if (!elementwise_) break;
                 for (const std::int64_t dim : {(std::int64_t)0, (std::int64_t)made.size() + data.beside}) {
@@ -179,7 +179,7 @@ class Signature {
         const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
         for (Py_ssize_t i = 0; i < dims; ++i) {
             const std::int64_t size = number(PyTuple_GET_ITEM(shape, i));
-            // `positions.may_matter`
+            // `batch_positions.may_matter`
             if (made && !elementwise_ && size >= batch_ && size % batch_ == 0) throw Missed{};
             if (made) made_.back().push_back(size);
             constant_sizes_.push_back(size);

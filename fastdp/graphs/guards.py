@@ -67,8 +67,8 @@ def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
     ]
 
 
-class _Standing:
-    """What stands in dicts and lists, as csrc/python/standing.cpp compares it: by identity, and kept alive, so that no
+class _ObjectSnapshot:
+    """The objects in dicts and lists, as csrc/python/snapshot.cpp compares them: by identity, and kept alive, so that no
     other object has its id."""
 
     def __init__(self, owners: Sequence[Any]) -> None:
@@ -79,7 +79,7 @@ class _Standing:
     def _values(owner: Any) -> list[Any]:
         return [each for pair in owner.items() for each in pair] if isinstance(owner, dict) else list(owner)
 
-    def same(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether all are the very objects that they were, in the same order."""
         for owner, values in zip(self._owners, self._alive, strict=True):
             now = self._values(owner)
@@ -88,9 +88,9 @@ class _Standing:
         return True
 
 
-def _standing(owners: list[Any]) -> Any:
+def _snapshot(owners: list[Any]) -> Any:
     module = native()
-    return _Standing(owners) if isinstance(module, str) else module.Standing(owners)
+    return _ObjectSnapshot(owners) if isinstance(module, str) else module.ObjectSnapshot(owners)
 
 
 class Guards:
@@ -145,7 +145,7 @@ class Guards:
         self._empty = [found for found in dicts if not found]
         self._filled = [found for found in dicts if found]
         self._places = [getattr(module, name) for _, module, _ in self._modules for name in _PLACES]
-        self._standing = _standing([*self._dicts, *self._filled, *self._lists])
+        self._snapshot = _snapshot([*self._dicts, *self._filled, *self._lists])
         self._seen = self._glance()
         return notes
 
@@ -163,7 +163,7 @@ class Guards:
             if place.get(name) is not None:
                 return f"'{full}' was None"
         native_module = native()
-        known = not isinstance(native_module, str) and native_module.all_as_they_were(self._held)
+        known = not isinstance(native_module, str) and native_module.tensors_unchanged(self._held)
         for place, name, full, tensor, lies, requires_grad in () if known else self._held:
             if place.get(name) is not tensor or _lies(tensor) != lies:
                 return f"'{full}' is another tensor, or lies in other memory"
@@ -171,7 +171,7 @@ class Guards:
                 return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 return f"'{full}' has a hook on its gradient"
-        if not self._standing.same() or self._glance() != self._seen:
+        if not self._snapshot.unchanged() or self._glance() != self._seen:
             if why := next((why for number in range(len(self._modules)) if (why := self._differs(number))), ""):
                 return why
             self._look()

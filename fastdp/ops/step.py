@@ -84,7 +84,7 @@ class StepTable:
         if not same or self.offsets != offsets:
             return False
         if not isinstance(module := native(), str):
-            return module.lie_as(_all_of(self.params, self.states), *self._marks)  # type: ignore[no-any-return]
+            return module.memory_unchanged(_all_of(self.params, self.states), *self._marks)  # type: ignore[no-any-return]
         return self._marks == _marks(self.params, self.states)
 
     def run(self, sums: Sequence[Tensor], draw: Draw, update: SGD | Adam) -> None:
@@ -121,7 +121,12 @@ def _marks(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list
     return [list(map(ask, all_of)) for ask in _ASKED]
 
 
-_ASKED = (Tensor.data_ptr, Tensor.numel, operator.attrgetter("dtype"), Tensor.is_contiguous)  # as `lie_as` of C++
+_ASKED = (
+    Tensor.data_ptr,
+    Tensor.numel,
+    operator.attrgetter("dtype"),
+    Tensor.is_contiguous,
+)  # as `memory_unchanged` of C++
 
 
 _nothing: Callable[..., None] = lambda *args, **options: None

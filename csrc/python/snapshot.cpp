@@ -1,6 +1,6 @@
-// Whether what stands in dicts and lists is what stood there: fastdp/graphs/guards.py asks it of a whole model before
-// every replay, of some ten thousand values.
-#include "standing.h"
+// Snapshots of the objects in dicts and lists: fastdp/graphs/guards.py compares a whole model, some ten thousand values,
+// before every replay.
+#include "snapshot.h"
 #include "ref.h"
 
 #include <vector>
@@ -13,9 +13,9 @@ PyObject *const REQUIRES_GRAD = interned("requires_grad"), *const DATA_PTR = int
          *const NUMEL = interned("numel"), *const IS_CONTIGUOUS = interned("is_contiguous");
 
 // The values of dicts and lists, with the keys of dicts: kept, so that no other object comes to have their places.
-class Standing {
+class ObjectSnapshot {
   public:
-    explicit Standing(const py::list &owners) {
+    explicit ObjectSnapshot(const py::list &owners) {
         for (const py::handle &owner : owners) {
             owners_.push_back(Ref::of(owner.ptr()));
             std::vector<Ref> found;
@@ -28,7 +28,7 @@ class Standing {
     }
 
     // Whether all are the very objects that they were, in the same order.
-    bool same() const {
+    bool unchanged() const {
         for (std::size_t number = 0; number < owners_.size(); ++number) {
             const std::vector<Ref> &values = values_[number];
             std::size_t place = 0;
@@ -80,7 +80,7 @@ bool is_as_it_was(PyObject *known) {
 }
 
 // Whether tensors lie as lists of their addresses, numbers of elements, types and of whether they are contiguous say.
-bool lie_as(const py::list &tensors, const py::list &addresses, const py::list &counts, const py::list &types,
+bool memory_unchanged(const py::list &tensors, const py::list &addresses, const py::list &counts, const py::list &types,
             const py::list &contiguous) {
     const auto known = [](const py::list &list, Py_ssize_t place) { return PyList_GET_ITEM(list.ptr(), place); };
     try {
@@ -97,7 +97,7 @@ bool lie_as(const py::list &tensors, const py::list &addresses, const py::list &
     }
 }
 
-bool all_as_they_were(const py::list &held) {
+bool tensors_unchanged(const py::list &held) {
     try {
         for (const py::handle &known : held) {
             if (!is_as_it_was(known.ptr())) return false;
@@ -110,10 +110,10 @@ bool all_as_they_were(const py::list &held) {
 
 }  // namespace
 
-void bind_standing(py::module_ &module) {
-    py::class_<Standing>(module, "Standing", "what stands in dicts and lists; see standing.cpp")
+void bind_snapshot(py::module_ &module) {
+    py::class_<ObjectSnapshot>(module, "ObjectSnapshot", "the objects in dicts and lists; see snapshot.cpp")
         .def(py::init<py::list>())
-        .def("same", &Standing::same);
-    module.def("lie_as", &lie_as, "whether tensors lie as they did");
-    module.def("all_as_they_were", &all_as_they_were, "whether tensors stand, and lie, where they did");
+        .def("unchanged", &ObjectSnapshot::unchanged);
+    module.def("memory_unchanged", &memory_unchanged, "whether tensors have the addresses, sizes and types that are given");
+    module.def("tensors_unchanged", &tensors_unchanged, "whether attributes hold the same tensors, in the same memory");
 }
