@@ -68,8 +68,8 @@ def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
 
 
 class _ObjectSnapshot:
-    """The objects in dicts and lists, as csrc/python/snapshot.cpp compares them: by identity, and kept alive, so that no
-    other object has its id."""
+    """The objects in dicts and lists, compared by identity, as csrc/python/snapshot.cpp does. They are kept alive, so
+    that no other object has their ids."""
 
     def __init__(self, owners: Sequence[Any]) -> None:
         self._owners = owners
