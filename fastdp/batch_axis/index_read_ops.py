@@ -28,7 +28,7 @@ from .index_kinds import (
 )
 from .layout import Layout, layout_of_rows, rows_seen, spread
 from .propagate import ask
-from .reduction_ops import whole_of_running_sum
+from .reduction_ops import Spread, gathered
 from .view_ops import reshaped
 
 T = torch.Tensor
@@ -43,10 +43,16 @@ def getitem(call: Call) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
     index = index_tuple(call, call.args[1], source.device)
-    if layout.mixed and (total := whole_of_running_sum(call, _source_dims(index, source.dim()).get)) is not None:
-        return [(call.out, total)]
+    if layout.mixed and (total := gathered(call, "last", lambda at: _is_last(at, index, source))) is not None:
+        return total
     found = layout._replace(dim=0) if layout.mixed else picked(call, layout, index)
     return [(call.out, found._replace(is_row_index=layout.is_row_index))]
+
+
+def _is_last(at: Spread, index: tuple[Any, ...], source: Tensor) -> bool:
+    """Whether an index takes the last row of the samples', of which each holds the sum of those before."""
+    row = _source_dims(index, source.dim()).get(at.dim)
+    return isinstance(row, int) and row % source.size(at.dim) == source.size(at.dim) - 1
 
 
 def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:

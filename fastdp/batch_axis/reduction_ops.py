@@ -25,6 +25,8 @@ def _reduce(call: Call) -> Tags:
     """Over some dimensions; over the batch's the samples are combined."""
     source, layout = call.args[0], call.layout(call.args[0])
     dims = call.argument(1, "dim")
+    if call.name in ("sum", "mean") and (at := spread_in(source)) and (found := _of_spread(call, at, dims)):
+        return found
     if layout is None or layout.mixed or not isinstance(call.out, Tensor) or len(call.args) > 3:
         return ask(call)
     if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
@@ -54,24 +56,15 @@ def _over_samples(call: Call, layout: Layout) -> Layout | None:
     return total_of(call, call.out, layout, call.name.removeprefix("nan"))
 
 
-class RunningSum(NamedTuple):
-    """What a running sum over the samples was made of. versions: of that tensor and of the sum, then."""
-
-    source: Tensor
-    layout: Layout
-    versions: tuple[int, int]
-    dim: int
-
-
-def whole_of_running_sum(call: Call, row: Callable[[int], Any]) -> Layout | None:
-    """The total that the last row of a running sum is, or None. row: what an index takes along a dimension."""
-    tensor = call.args[0]
-    found: RunningSum | None = tensor.__dict__.get(tensor_notes.RUNNING)
-    if found is None or found.versions != (found.source._version, tensor._version):
-        return None
-    taken = row(found.dim)
-    last = isinstance(taken, int) and taken % tensor.size(found.dim) == tensor.size(found.dim) - 1
-    return total_of(call, call.out, found.layout, "sum") if last else None
+def _of_spread(call: Call, at: Spread, dims: Any) -> Tags | None:
+    """Of what is added up along all dimensions, or along some, so that the rest may be; None where it is not."""
+    over = range(call.args[0].dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+    if len(over) == call.args[0].dim() or call.out.numel() == 1:
+        return gathered(call, "sum")
+    if at.by == "sum":
+        call.out.__dict__[tensor_notes.SPREAD] = at._replace(versions=(at.versions[0], call.out._version))
+        return call.all_combined("combines samples with each other")
+    return None
 
 
 def along(position: int, name: str) -> Answer:
@@ -84,10 +77,8 @@ def along(position: int, name: str) -> Answer:
             dims = 0 if source.dim() in (0, 1, 3) else 1  # what torch takes where none is given
         dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
         if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
-            if call.name == "cumsum" and layout.alone < 0 and not layout.mixed:
-                versions = (source._version, call.out._version)
-                call.out.__dict__[tensor_notes.RUNNING] = RunningSum(source, layout, versions, layout.dim)
-            return call.all_combined("works along the batch dimension")
+            why = "works along the batch dimension"
+            return spread(call, "last", why, layout.dim) if call.name == "cumsum" else call.all_combined(why)
         if layout is not None and isinstance(call.out, Tensor) and call.out.shape == source.shape:
             return [(call.out, layout)]
         return ask(call)
@@ -100,3 +91,51 @@ layout_rule(*spellings("logcumsumexp", "cumsum_", "cumprod_"))(along(1, "dim"))
 
 
 layout_rule(F.normalize)(along(2, "dim"))
+
+
+class Spread(NamedTuple):
+    """Where the terms of a sum lie, by the tensor that had them as rows: `by` of what is made of it the sum is there.
+
+    by: "sum", all of it added up; "last", the last along `dim`; "trace". versions: of the source, and of what has it.
+    """
+
+    by: str
+    source: Tensor
+    layout: Layout
+    versions: tuple[int, int]
+    dim: int = 0
+
+
+def spread(call: Call, by: str, why: str, dim: int = 0) -> Tags:
+    """Tags of a result in which no row is one sample's, but which may be added up."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is not None and not layout.mixed and layout.alone < 0 and isinstance(call.out, Tensor):
+        call.out.__dict__[tensor_notes.SPREAD] = Spread(by, source, layout, (source._version, call.out._version), dim)
+    return call.all_combined(why)
+
+
+def spread_in(tensor: Tensor) -> Spread | None:
+    """Where the terms lie, if neither the tensor nor what it was made of was written to since."""
+    found: Spread | None = tensor.__dict__.get(tensor_notes.SPREAD)
+    return found if found is not None and found.versions == (found.source._version, tensor._version) else None
+
+
+def gathered(call: Call, by: str, takes: Callable[[Spread], bool] = lambda found: True) -> Tags | None:
+    """Tags of a call that adds up what was spread; None of any other."""
+    found = spread_in(call.args[0])
+    if found is None or found.by != by or not takes(found):
+        return None
+    if call.name == "mean" and not equal_counts(found.layout, call.out.device):
+        return None
+    return [(call.out, total_of(call, call.out, found.layout, "mean" if call.name == "mean" else "sum"))]
+
+
+@layout_rule(*spellings("diag"))
+def _diagonal(call: Call) -> Tags:
+    flat = call.args[0].dim() == 1 and not call.argument(1, "diagonal", 0)
+    return spread(call, "trace", "combines samples with each other") if flat else ask(call)
+
+
+@layout_rule(*spellings("trace"))
+def _trace(call: Call) -> Tags:
+    return gathered(call, "trace") or ask(call)

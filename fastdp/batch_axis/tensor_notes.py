@@ -38,7 +38,7 @@ GROUPS = "_fastdp_groups"  # the group of each row, the layout of these rows, th
 SHARE = "_fastdp_share"  # terms of a loss, each divided by the number of samples: the version, and if that is certain
 TERMS = "_fastdp_terms"  # on a total: what it was summed from, with that tensor's layout and version
 PARTS = "_fastdp_parts"  # rows of parameters alone, joined with rows of data (`engine.parameter_slices`)
-RUNNING = "_fastdp_running"  # what a running sum over the samples was made of (`batch_axis.reduction_ops.RunningSum`)
+SPREAD = "_fastdp_spread"  # holds the terms of a sum elsewhere (`batch_axis.reduction_ops.Spread`)
 GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`grad_sample.routed_rows`)
 
 # ------------------------------------------------------------------ on constants

@@ -15,6 +15,7 @@ from .index_write_ops import note_shape
 from .layout import Layout, layout_of_rows, regular_rows
 from .operator_table import ELEMENTWISE, spellings
 from .propagate import ask
+from .reduction_ops import spread
 from .sample_loops import numbers_in
 
 T = torch.Tensor
@@ -39,7 +40,7 @@ def _reshape(call: Call) -> Tags:
             return [(call.out, layout._replace(dim=layout.dim if layout.dim in places else places[0]))]
         return ask(call)
     found = reshaped(layout, source.shape, call.out.shape)
-    return [(call.out, found)] if found is not None else call.all_combined(FOLDS)
+    return [(call.out, found)] if found is not None else spread(call, "sum", FOLDS)
 
 
 @layout_rule(*spellings("squeeze"))
