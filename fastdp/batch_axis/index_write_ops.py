@@ -113,11 +113,15 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
         if not _ordered_rows_may_go(layout, source, target, items, value):
             return call.combined(_ORDERED)
     known = [one for one in (layout, source, *[entry.layout for entry in by]) if one is not None]
+    if adds and source is not None:  # places of a packed batch, numbered over all samples: the rows' owners decide
+        known = [one for one in (layout, source) if one is not None]
+        by = [entry for entry in by if entry.layout is not None and not entry.layout.mixed]
     mixed = [one for one in known if one.mixed]
     if mixed or (layout is not None and layout.alone >= 0):  # all of one sample, and something else
         why = mixed[0].mixed if mixed else call.mixed(_MIXES)
         return Layout(call.batch, mixed=why, is_row_index=all(one.is_row_index for one in mixed))
-    write = Write(target, lambda t: t[items], [], source, bool(by))
+    by_data = any(entry.layout is not None for entry in entries.values())
+    write = Write(target, lambda t: t[items], [], source, by_data)
     if source is not None:
         rows = source.owners(target.device) if source.alone < 0 else torch.tensor([source.alone], device=target.device)
         write.owners.append(

@@ -89,9 +89,12 @@ class Job:
         return self.losses(model, batch).mean()
 
     def batch(self, places: Sequence[int]) -> dict[str, Tensor]:
-        """These records, collated, on the model's device."""
-        found = self.collate([self.data[place] for place in places])
-        return {name: value.to(self.device) for name, value in found.items()}
+        """The records at these places, collated, on the model's device."""
+        return self.collated([self.data[place] for place in places])
+
+    def collated(self, records: list[Any]) -> dict[str, Tensor]:
+        """These records as a batch on the model's device."""
+        return {name: value.to(self.device) for name, value in self.collate(records).items()}
 
 
 @dataclasses.dataclass

@@ -32,7 +32,8 @@ def check(job: Job) -> str:
     try:
         with warnings.catch_warnings(), _without_zeros(params):
             warnings.simplefilter("ignore")
-            found = verify(job.model, job.loss, job.batch(sorted(spread)), params=params, samples=CHECKED)
+            records = [job.data[place] for place in sorted(spread)]
+            found = verify(job.model, job.loss, records, params=params, samples=CHECKED, collate_fn=job.collated)
     except FastDPError as problem:
         raise FinetuneError(
             f"this model cannot be trained privately as it is:\n{problem}\nNo option of this command changes that: "
