@@ -198,7 +198,10 @@ def needs_all(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (Scale.apply, r"'1\.w' .* in module '1', without grad, as in .* torch.autograd.Function \(which fastdp.register_rule"),
+        (
+            Scale.apply,
+            r"'1\.w' .* in module '1', without grad, as in .* torch.autograd.Function \(which fastdp.register_rule",
+        ),
         (needs_all, r"needs_all\(\) in module '1' .*'1.w'.*register_rule"),
     ],
 )
