@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import torch.nn as nn
+from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.accounting import epsilon_of
@@ -117,3 +120,41 @@ def test_what_cannot_be_applied():
     optimizer.detach()
     with pytest.raises(StepError, match="detached"):
         schedule.apply(optimizer, 3)
+
+
+def test_a_run_taken_up_goes_on_with_the_settings_of_its_step():
+    model, schedule = model_of(), Schedule(MIXED)
+    optimizer = optimizer_of(model)
+    for _ in range(3):
+        schedule.apply(optimizer)
+        step(optimizer, model)
+    state, weights = optimizer.state_dict(), model.state_dict()
+    optimizer.detach()
+    again = model_of(seed=5)
+    again.load_state_dict(weights)
+    resumed, schedule = optimizer_of(again), Schedule(MIXED)
+    resumed.load_state_dict(state)
+    for _ in range(3):
+        schedule.apply(resumed)
+        step(resumed, again)
+    assert resumed.history == [(1.0, 0.1, 2), (2.0, 0.1, 2), (3.0, 0.1, 2)]
+    assert resumed._privacy.clipping.style == "layerwise"
+
+
+def test_parts_of_a_batch_are_one_step():
+    """A loader that hands out logical batches in parts: the schedule counts noised steps."""
+    model = nn.Linear(4, 2)
+    loader = fastdp.poisson_loader(
+        TensorDataset(torch.randn(40, 4)), sample_rate=0.5, max_physical_batch_size=4, seed=0
+    )
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
+    numbers = {"noise_multiplier": np.float64(2.0), "max_grad_norm": np.float64(0.5), "clipping": "global"}
+    schedule, parts = Schedule([(1, numbers)]), 0
+    for _ in range(2):
+        for (x,) in loader:
+            schedule.apply(optimizer)
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            parts += 1
+    assert optimizer.history == [(1.0, 0.5, 1), (2.0, 0.5, 3)] and parts > 8
