@@ -53,7 +53,7 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
     tables = [is_owned(tensor) or _made(tensor) == _TABLE for tensor in given]
     if name in operator_table.DRAWING or _RANDOM in known:
         made = _CONSTANT if _is_drawn_again(call) else _RANDOM
-    elif name in operator_table.CUTTING and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
+    elif name in operator_table.CUTTING_A_TABLE and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
         made = _CONSTANT
     elif name in operator_table.NUMBERING or name in operator_table.FILLING:
         made = _CONSTANT

@@ -77,12 +77,20 @@ def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
     return torch.cat(parts).cumsum(0)
 
 
+def _split_dim(call: Call) -> int:
+    """Along which dimension a function splits."""
+    fixed = {"__iter__": 0, "vsplit": 0, "hsplit": min(1, call.args[0].dim() - 1), "dsplit": 2}
+    return int(fixed.get(call.name, call.argument(1 if call.name == "unbind" else 2, "dim", 0)))
+
+
 @layout_rule(  # into sizes of one sample each, too
-    *spellings("chunk", "split", "split_with_sizes", "tensor_split", "unbind"), T.__iter__, joins=True
+    *spellings("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind"),
+    T.__iter__,
+    joins=True,
 )
 def _split(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
-    dim = call.argument(1 if call.name == "unbind" else 2, "dim", 0) if call.name != "__iter__" else 0
+    dim = _split_dim(call)
     sized = any(found.alone >= 0 for item in tensors_in(call.args[1:2]) if (found := call.layout(item)) is not None)
     if layout is None or layout.mixed or layout.alone >= 0 or dim % source.dim() != layout.dim:
         return call.all_combined("cuts all samples where the data of some says") if sized else ask(call)

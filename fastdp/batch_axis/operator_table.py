@@ -100,7 +100,14 @@ TAKING_A_PATTERN = TAKING_A_TYPE | _names("expand_as view_as reshape_as new_tens
 
 # --------------------------------------------------------------------------- rows
 
-CUTTING = _names("__getitem__ narrow select split chunk split_with_sizes tensor_split unbind index_select")
+CUTTING = _names(
+    "__getitem__ narrow select split chunk split_with_sizes tensor_split hsplit vsplit dsplit unbind index_select"
+)
+CUTTING_A_TABLE = _names(
+    "as_strided narrow_copy pad resize_ slice_copy split_copy split_with_sizes_copy topk unsafe_chunk unsafe_split "
+    "unsafe_split_with_sizes",
+    CUTTING,
+)
 TAKING_ROWS = (CUTTING - {"split_with_sizes"}) | _names("flip roll __iter__")
 PICKING_ROWS = _names("__getitem__ index_select")
 LOOKING_UP = _names("take take_along_dim embedding gather", PICKING_ROWS)

@@ -109,7 +109,7 @@ APART = {
         o.new_zeros(1).scatter_add(0, torch.zeros(len(o)).long(), o[:, 0].exp())[0] / len(o)
     ),
     "trace of a diagonal": lambda o, y: torch.diag(o[:, 0].square()).trace() / len(o),
-    "sums of folded losses": lambda o, y: o.square().sum(1).view(2, -1).sum(1).sum() / len(o),
+    "sums of folded losses": lambda o, y: o.square().sum(1).view(-1, 1 + len(o) // 6).sum(1).sum() / len(o),
     "masked by numbers": lambda o, y: (o.square().sum(1) * (y < 9).to(o)).sum() / (y < 9).to(o).sum(),
     "weights of columns": lambda o, y: (o.square().mean(0) * o.new_tensor([1.0, 2.0, 3.0, 4.0])[:C]).sum(),
     "weights of as many losses as samples": lambda o, y: (

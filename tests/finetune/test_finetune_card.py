@@ -163,7 +163,7 @@ def test_the_check_sees_what_lies_behind_zeros(monkeypatch):
 
     monkeypatch.setattr(preflight, "verify", verify)
     job = types.SimpleNamespace(
-        model=model, data=range(9), lengths=range(9), batch=lambda places: {"x": torch.randn(len(places), 4)},
+        model=model, data=torch.randn(9, 4), lengths=range(9), collated=lambda records: {"x": torch.stack(records)},
         loss=lambda m, batch: m(batch["x"]).square().sum(1).mean(),
     )  # fmt: skip
     assert "exact" in preflight.check(job) and seen[0].untested == [] and not model[1].weight.any()
