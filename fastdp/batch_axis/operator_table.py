@@ -100,6 +100,7 @@ TAKING_A_PATTERN = TAKING_A_TYPE | _names("expand_as view_as reshape_as new_tens
 
 # --------------------------------------------------------------------------- rows
 
+# parts of rows: cut of a parameter or buffer, they are constants that go by place (`batch_positions.note_made`)
 CUTTING = _names(
     "__getitem__ narrow select split chunk split_with_sizes tensor_split hsplit vsplit dsplit unbind index_select"
 )
