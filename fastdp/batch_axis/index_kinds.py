@@ -38,6 +38,16 @@ def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]
     return tuple(_as_tensor(call, item, device) if isinstance(item, list | tuple) else item for item in items)
 
 
+CUT_BY_DATA = "cuts all samples where the data of some says"
+
+
+def cut_by_samples(call: Call, index: tuple[Any, ...]) -> bool:
+    """Whether a slice ends where some samples' numbers say (a number over the whole batch may, as a size may)."""
+    bounds = [bound for item in index if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
+    known = [call.layout(bound) for bound in bounds if isinstance(bound, Tensor)]
+    return any(layout is not None and not layout.mixed for layout in known)
+
+
 def _as_tensor(call: Call, numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
     """A list as an index; numbers that are tensors of one sample each keep their samples."""
     whole = torch.tensor(numbers, dtype=None if numbers else torch.long, device=device)

@@ -17,8 +17,10 @@ from .batch_slices import cut
 from .calls import Call, Tags, layout_rule
 from .host_values import at, numbered
 from .index_kinds import (
+    CUT_BY_DATA,
     Entry,
     brought_back,
+    cut_by_samples,
     expanded,
     found_in,
     index_tuple,
@@ -33,6 +35,7 @@ from .view_ops import reshaped
 
 T = torch.Tensor
 _SEVERAL = "gathers rows of different samples"
+_ORDER_ACROSS = "picks rows in an order that depends on other samples, across several dimensions"
 _OTHERS = "gathers one sample's data by another's indices"
 
 
@@ -43,6 +46,8 @@ def getitem(call: Call) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
     index = index_tuple(call, call.args[1], source.device)
+    if cut_by_samples(call, index):
+        return call.all_combined(CUT_BY_DATA)
     if layout.mixed and (total := gathered(call, "last", lambda at: _is_last(at, index, source))) is not None:
         return total
     found = layout._replace(dim=0) if layout.mixed else picked(call, layout, index)
@@ -72,6 +77,8 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     order, seen, device = None, layout, source.device
     if entry is not None:
         order = order_of(entries, call.out.size(_position(entries, items)) if call.out.dim() else 1)
+        if order is None and any(one.order is not None for one in entries.values()) and call.out.dim():
+            return call.combined(_ORDER_ACROSS)
         if order is None and entry.layout is None and layout.order is not None:
             order = torch.zeros_like(entry.tensor.flatten())
     if order is None:
@@ -86,6 +93,8 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     if (found := layout_of_rows(rows, seen, order, anew)) is None:
         return call.combined(_SEVERAL)
     found = brought_back(found, source.device)
+    if found.order is not None and entry is not None and found.alone < 0 and found.dim != _position(entries, items):
+        return call.combined(_ORDER_ACROSS)
     if entry is None or entry.layout is None:  # by constants
         found = cut(source, layout, found)
     sized = [e for e in entries.values() if e.layout is not None and (e.layout.size_from_data or e.order is not None)]
@@ -145,7 +154,7 @@ def _narrowed_by_data(call: Call, layout: Layout, dim: int, bounds: list[Any]) -
     start, end = int(bounds[0]), sum(map(int, bounds))
     middle = len(bounds) == 1 or (start != 0 and end != call.args[0].size(dim) and call.layout(bounds[0]) is not None)
     if any(not found.mixed for found in known) or (known and middle):
-        return call.all_combined("cuts all samples where the data of some says")
+        return call.all_combined(CUT_BY_DATA)
     return ask(call) if len(bounds) == 1 else [(call.out, layout)]
 
 
@@ -201,7 +210,7 @@ def _as_strided(call: Call) -> Tags:
     if rows is None:
         return call.all_combined("takes windows of memory outside of its input")
     found = layout if layout.alone >= 0 else layout_of_rows(rows, layout)
-    return [(call.out, found or call.combined(_SEVERAL))]
+    return [(call.out, call.combined(_SEVERAL) if found is None else cut(source, layout, found))]
 
 
 @layout_rule(torch.index_select, T.index_select, by_value=True, picks=True, joins=True)

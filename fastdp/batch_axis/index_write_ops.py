@@ -17,7 +17,7 @@ from . import tensor_notes
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
-from .index_kinds import Entry, expanded, index_tuple, permutes
+from .index_kinds import CUT_BY_DATA, Entry, cut_by_samples, expanded, index_tuple, permutes
 from .inputs import layouts_marked
 from .layout import NOBODY, Layout, spread
 from .operator_table import spellings
@@ -59,7 +59,10 @@ def _agree(written: Tensor, own: Tensor) -> bool:
 @layout_rule(T.__setitem__, by_value=True, picks=True, joins=True)
 def _setitem(call: Call) -> Tags:
     target, index, value = call.args
-    return [(target, _assigned(call, target, index_tuple(call, index, target.device), value))]
+    index = index_tuple(call, index, target.device)
+    if cut_by_samples(call, index):
+        return [(target, call.combined(CUT_BY_DATA))]
+    return [(target, _assigned(call, target, index, value))]
 
 
 @layout_rule(*spellings("index_put", "index_put_"), by_value=True, picks=True, joins=True)
@@ -150,7 +153,7 @@ def _occurring(call: Call, source: Layout | None, adds: bool) -> Layout:
 def _aligned(own: Tensor, entries: dict[int, Entry], items: tuple[Any, ...], target: Tensor) -> Tensor:
     """The sample of each element of an index, as the elements that it names lie."""
     before = sum(item is None or isinstance(item, slice) for item in items[: min(entries)])
-    behind = target[items].dim() - own.dim() - before
+    behind = target.detach()[items].dim() - own.dim() - before  # (detached: a checkpoint counts what is saved)
     return own.view(*own.shape, *[1] * max(behind, 0))
 
 
@@ -313,6 +316,12 @@ def _scatter(call: Call) -> Tags:
     if layout is not None:
         return [(call.out, layout if write.fits(layout) else call.combined(_MIXES))]
     return [(call.out, _of_constant(call, write, dim) or call.combined(_MIXES))]
+
+
+@layout_rule(*spellings("put", "put_"), by_value=True)
+def _put(call: Call) -> Tags:
+    """Numbers counted over all elements say where: use index_put, or scatter along a dimension."""
+    return call.all_combined(_MIXES)
 
 
 @layout_rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True, joins=True)

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from ..batch_axis.aliasing import shares
+from ..batch_axis.operator_table import REACHING_GRAPH, is_in_place
 from ..errors import SampleMixingError, StepError, UncapturedUseError
 from ..grad_sample.captured_call import Native
 from ..utils.pytree import tensors_in
@@ -59,6 +62,28 @@ class Owner:
         self.guarded, self.changed = False, None
 
 
+class _Looking(TorchFunctionMode):
+    """On while a hook runs: it must not write to memory that holds data, nor hook what the backward has yet to reach.
+
+    place: of the hook, for messages.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if is_in_place(name) and isinstance(args[0], Tensor) and shares(args[0]):
+            raise StepError(
+                f"{self.place} writes to data of the batch ({name}), from which gradients are computed yet."
+            )
+        out = func(*args, **(kwargs or {}))
+        if func in REACHING_GRAPH and out is not None:
+            raise StepError(f"{self.place} takes nodes of the graph, or hooks tensors. Add hooks before the backward.")
+        return out
+
+
 class LookingHook:
     """A hook of the user's. what: it hooks, for messages; path: of the module in whose forward, '' for the loss."""
 
@@ -73,7 +98,8 @@ class LookingHook:
     def __call__(self, *given: Any) -> Any:
         grads = tensors_in(given)
         before = [(grad, grad.detach().clone()) for grad in grads]
-        out = self.hook(*given)
+        with _Looking(f"{_place(self.path)}: a hook on the gradient of {self.what}"):
+            out = self.hook(*given)
         replaced = next((g for g in given if isinstance(g, Tensor | tuple)), ())
         changed = out is not None and list(map(id, tensors_in(out))) != list(map(id, tensors_in(replaced)))
         if not changed and all(_equal(grad, old) for grad, old in before):

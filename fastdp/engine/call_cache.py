@@ -32,6 +32,7 @@ from .known_calls import known_calls, note_kind
 _KINDS = Answers()
 # what they do beside their result, each time: numbers and memory leave torch, or a tensor comes to other memory
 _TELLING = GIVING | operator_table.READING | {Tensor.data.__set__}  # type: ignore[attr-defined]
+_BY_NUMBERS = operator_table.BY_LENGTHS | {"tensor_split"}  # (of a tensor of places, which may be a constant)
 
 
 def inquires(func: Any) -> bool:
@@ -57,7 +58,7 @@ def _classify(func: Any) -> str:
     if func in _TELLING or name in operator_table.OF_A_NUMBER:
         return "depends"
     rule = rule_of(func)
-    if rule.by_value or rule.refuses or is_in_place(name) or func in COMPOSITES or name in operator_table.BY_LENGTHS:
+    if rule.by_value or rule.refuses or is_in_place(name) or func in COMPOSITES or name in _BY_NUMBERS:
         return "depends"
     drawing = name in operator_table.DRAWING and not (
         func in operator_table.UNCHECKED and name in operator_table.ELEMENTWISE

@@ -122,6 +122,27 @@ def placed(attach: Attach, where: str) -> tuple[Callable[[], nn.Module], Attach 
     return Net, attach if where == "output" else lambda model, out: attach(model, model.kept)
 
 
+def reversed_data(h: Tensor) -> None:
+    h.data.copy_(h.data.flip(0))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        reversed_data,
+        lambda h: h.grad_fn.register_prehook(lambda g: g),
+        lambda h: h.register_hook(lambda g: g / g.norm()),
+    ],
+    ids=["writes to data", "hooks a node", "hooks a tensor"],
+)
+def test_a_hook_that_acts_on_the_backward_under_way_is_refused(act: Callable[[Any], Any]) -> None:
+    def after(model: Any, out: Tensor) -> None:
+        out.register_hook(lambda g: act(model.kept))
+
+    with pytest.raises(StepError, match="a hook on the gradient of a tensor.* (writes to data|takes nodes)"):
+        backward(Net, after, torch.randn(BATCH, 5), torch.randn(BATCH, 3))
+
+
 def test_the_remedy_that_the_error_names_is_exact() -> None:
     class Halved(Net):
         def forward(self, x: Tensor) -> Tensor:

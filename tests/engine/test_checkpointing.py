@@ -89,12 +89,20 @@ class Direct(nn.Module):
         return self.last(y @ self.weight + x)
 
 
+def written_by_a_mask(m: Direct, y: Tensor) -> Tensor:
+    made = y @ m.weight
+    out = torch.zeros_like(made)
+    out[y > 0] = made[y > 0]
+    return out
+
+
 REGIONS: dict[str, Callable[[Direct, Tensor], Tensor]] = {
     "linear": lambda m, y: nn.functional.linear(y, m.weight).tanh(),
     "products": lambda m, y: (y @ m.weight).tanh() @ m.weight,
     "made of a parameter": lambda m, y: nn.functional.linear(y, m.weight * 2).tanh(),
     "scale of a layer": lambda m, y: m.inner(y) * m.scale,
     "einsum": lambda m, y: torch.einsum("bi,io->bo", y, m.weight).tanh(),
+    "written by a mask": written_by_a_mask,
     "nested": lambda m, y: m.again(lambda z: (z @ m.weight).tanh(), y * m.scale) + m.inner(y),
     "nested in the other way": lambda m, y: m.again(lambda z: z @ m.weight, y * m.scale, not m.reentrant) + m.inner(y),
     "positions": lambda m, y: (y + m.positions(torch.arange(6)).squeeze(1)).tanh(),
