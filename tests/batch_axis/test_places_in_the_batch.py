@@ -6,9 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastdp.errors import BatchReadWarning, SampleMixingError
+from fastdp.errors import BatchReadWarning, SampleMixingError, StepError
 
 from ..programs_by_hand import C, run, truth
+
+
+def written(h: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    h[:, :stop] = 0.5
+    return h
+
+
+def first_three_times(z: torch.Tensor) -> torch.Tensor:
+    return torch.cat([z[:, :1] * 3, z[:, 1:]], 1).T
+
 
 BY_PLACE = {
     "a range": lambda m, h: h * torch.linspace(-3, 3, 6)[: len(h), None],
@@ -29,8 +39,11 @@ BY_PLACE = {
     "a part of a buffer by its size": lambda m, h: h * m.table.clone().resize_(h.shape),
     "a part of a buffer by padding less": lambda m, h: h * F.pad(m.table, (0, 0, 0, len(h) - len(m.table))),
     "the largest of a buffer": lambda m, h: h * m.table.topk(len(h), 0)[0],
-    "the first of an order across": lambda m, h: h[h[:, 0].argsort()[None], torch.arange(2)[:, None]][:, :1].T * 3,
-    "all but the first, by strides": lambda m, h: h.as_strided((len(h) - 1, C), (C, 1), C),
+    "the first of an order across": lambda m, h: first_three_times(
+        h[h[:, 0].argsort()[None], torch.arange(2)[:, None]]
+    ),
+    "columns from a sample's number on": lambda m, h: h * 2 + F.pad(h[:, (h[0] > 0).sum() :].sum(1, True), (0, C - 1)),
+    "columns written up to a sample's number": lambda m, h: written(h * 1.0, (h[0] > 0).sum()),
     "every second": lambda m, h: h[::2],
     "a comparison": lambda m, h: torch.where(torch.arange(len(h))[:, None] < 3, h, -h),
 }
@@ -228,3 +241,37 @@ BY_NUMBER = {
 def test_loops_that_take_their_number_are_warned_of(name: str, size: int) -> None:
     with pytest.warns(BatchReadWarning, match="by their place"):
         run(lambda m, h: torch.stack([BY_NUMBER[name](i, row) for i, row in enumerate(h)]), sizes=(size,))
+
+
+IN_ORDER = torch.arange(6 * C)
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "then"),
+    [
+        (
+            lambda h, at: torch.stack([part.sum(0) for part in h.tensor_split(at)]),
+            torch.arange(1, 6),
+            torch.tensor([2, 2, 3, 4, 5]),
+        ),
+        (lambda h, at: torch.zeros_like(h).index_put((at[::C] // C,), h) * h, IN_ORDER, IN_ORDER.flip(0)),
+        (lambda h, at: torch.zeros_like(h).put(at, h) * h, IN_ORDER, IN_ORDER.flip(0)),
+    ],
+    ids=["tensor_split", "index_put", "put"],
+)
+def test_constants_that_say_which_rows_are_read_at_each_step(function, first, then) -> None:
+    """They have the shapes that they had, and other numbers."""
+    places = iter([first, then])
+    with pytest.raises(SampleMixingError):
+        run(lambda m, h: function(h, next(places)), sizes=(6, 6))
+
+
+def test_rows_that_are_dropped_by_strides_or_lie_in_an_order_across_are_seen_in_a_sum() -> None:
+    def total(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return out.square().sum()
+
+    for dropped in (lambda m, h: h[1:], lambda m, h: h.as_strided((len(h) - 1, C), (C, 1), C)):
+        with pytest.raises((SampleMixingError, StepError)):
+            run(dropped, total, reduction="sum")
+    with pytest.raises(SampleMixingError, match="across several dimensions"):  # as many columns as samples
+        run(lambda m, h: first_three_times(h[h[:, 0].argsort()[None], torch.arange(C)[:, None]]), sizes=(C,))

@@ -77,6 +77,24 @@ def test_a_wrong_norm_of_float32_alone_is_found(monkeypatch):
             fastdp.verify(model, loss, batch())
 
 
+@pytest.mark.parametrize("share", [1.0, 0.95])
+def test_a_gradient_that_is_zero_but_for_rounding_excuses_itself_alone(monkeypatch, share):
+    """The target is what the model says of the first sample."""
+    model, (x, y) = model_of(Rounds()), batch()
+    y[0] = model_of()(x[0]).detach() * (1 + 1e-7)
+    right = Gradients.norm_sq
+
+    def norm_sq(self, *args, **kwargs):
+        single = next(p for p in model.parameters()).dtype == torch.float32
+        return right(self, *args, **kwargs) * (share if single else 1.0)
+
+    monkeypatch.setattr(Gradients, "norm_sq", norm_sq)
+    monkeypatch.setattr(Rounds, "size", 0.5)
+    report = fastdp.verify(model, loss, (x, y), raise_on_failure=False)
+    assert report.ok == (share == 1.0), report
+    assert not report.ok or any("zero but for rounding" in words for words in report.not_looked_at)
+
+
 def test_rounding_that_leaves_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(Rounds, "size", 5e5)
     with pytest.raises(VerificationError, match="float32 does not carry this model"):
