@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +12,29 @@ from ..batch_axis.calls import Call
 from ..batch_axis.inputs import refuse_ragged
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import MOVING_IN_PLACE, function_name
+from ..batch_axis.python_reads import EscapedValues, PythonReads
 from ..batch_axis.tensor_notes import was_filled
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, UncapturedUseError
+from ..grad_sample.forward_pass import ForwardPass
 from ..grad_sample.parameter_links import link_of
 from ..utils.pytree import map_tensors, tensors_in
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def roles_of(forward_pass: Any, call: Call) -> tuple[list[Tensor], bool]:
+class PassView(ForwardPass, Protocol):
+    """The parts of a pass (`fastdp.engine.capture.Pass`) that are read here."""
+
+    tracked: dict[int, str]
+    exposed: EscapedValues
+    reads: PythonReads
+    unseen: str  # what took data out of sight, if something did
+
+    def note_use(self, parameter: Tensor, where: str) -> None:
+        """Remember the last place of a parameter's use, for messages."""
+
+
+def roles_of(forward_pass: PassView, call: Call) -> tuple[list[Tensor], bool]:
     """The parameters among a call's tensors, and whether others carry samples; these have layouts from here on."""
     parameters, has_data = [], False
     for tensor in call.tensors:
@@ -40,7 +54,7 @@ def roles_of(forward_pass: Any, call: Call) -> tuple[list[Tensor], bool]:
     return parameters, has_data
 
 
-def _settle(forward_pass: Any, tensor: Tensor) -> None:
+def _settle(forward_pass: PassView, tensor: Tensor) -> None:
     """Give data of unseen origin the layout that its shape tells, or the note that none is known."""
     layout = forward_pass.infer_layout(tensor)
     if layout is None and forward_pass.unseen:
@@ -49,7 +63,7 @@ def _settle(forward_pass: Any, tensor: Tensor) -> None:
         tag(tensor, layout)
 
 
-def _look_at(forward_pass: Any, tensor: Tensor, call: Call) -> Layout | None:
+def _look_at(forward_pass: PassView, tensor: Tensor, call: Call) -> Layout | None:
     """The layout of a tensor as its memory has it, where that says other than its tag (`batch_axis.aliasing.look`)."""
     if id(tensor) not in forward_pass.tracked and link_of(tensor) is None:
         layout = tag_of(tensor, call.batch)
@@ -76,7 +90,7 @@ _OUT_OF_SIGHT = (
 )
 
 
-def look_beneath(forward_pass: Any, func: Any, args: Any, kwargs: Any) -> None:
+def look_beneath(forward_pass: PassView, func: Any, args: Any, kwargs: Any) -> None:
     """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
     for tensor in tensors_in((args, kwargs)):
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -92,7 +106,7 @@ def look_beneath(forward_pass: Any, func: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-def of_no_samples(forward_pass: Any, dispatch: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def of_no_samples(forward_pass: PassView, dispatch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """A call in the forward of an empty batch, which many models cannot make (`x.view(len(x), 8, -1)`)."""
     try:
         return dispatch(func, args, kwargs)
@@ -106,7 +120,7 @@ def of_no_samples(forward_pass: Any, dispatch: Any, func: Any, args: Any, kwargs
         ) from problem
 
 
-def refuse_numbers_of_data(forward_pass: Any, call: Call, parameters: list[Tensor]) -> None:
+def refuse_numbers_of_data(forward_pass: PassView, call: Call, parameters: list[Tensor]) -> None:
     """Raises UncapturedUseError where a parameter is given the numbers of data."""
     if call.func == _SET_DATA:
         raise UncapturedUseError(
@@ -139,7 +153,7 @@ class Poison(torch.autograd.Function):
         raise SampleMixingError(str(ctx.problem))
 
 
-def poisoned(forward_pass: Any, call: Call, problem: SampleMixingError) -> Any:
+def poisoned(forward_pass: PassView, call: Call, problem: SampleMixingError) -> Any:
     """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
     args, kwargs = map_tensors(call.given, lambda t: t.detach() if forward_pass.is_parameter(t) else t)
     out = call.func(*args, **kwargs)

@@ -275,6 +275,37 @@ def test_models_of_16_bits(name: str) -> None:
         check(model, batch, exact=False)
 
 
+class Cast(nn.Module):
+    """A float32 weight that is used in 16 bits: autograd rounds the clipped sum on its way back to the weight."""
+
+    def __init__(self, derive):
+        super().__init__()
+        self.derive, self.w = derive, nn.Parameter(torch.randn(7, 5))
+
+    def forward(self, x):
+        x = x.bfloat16()
+        return sum(F.linear(x, w).float().square().sum(1) for w in self.derive(self.w))
+
+
+@pytest.mark.parametrize("derive", [
+    lambda w: [w.bfloat16()],
+    lambda w: [w.bfloat16().t().contiguous().t()],
+    lambda w: [w.bfloat16()[:4]],
+    lambda w: w.bfloat16().split([4, 3]),
+    lambda w: [(w * 1.5).bfloat16()],
+], ids=["cast", "transposed", "slice", "disjoint slices", "scaled"])  # fmt: skip
+def test_weights_that_are_cast_to_16_bits(derive) -> None:
+    """No sample adds more to the clipped sum, as rounded, than its norm says."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        engine = fastdp.PerSampleGradients(Cast(derive))
+        engine.model(torch.randn(6, 5)).mean().backward()
+        norms = engine.norms()
+        for factors, norm in zip(torch.eye(6), norms, strict=True):
+            assert engine.clipped_sum(factors)["w"].double().norm() <= norm * (1 + 1e-6)
+        engine.detach()
+
+
 def test_sums_are_of_full_numbers(monkeypatch) -> None:
     """PyTorch may be told to multiply float32 as 16-bit numbers; norms are not of those."""
     seen = []
