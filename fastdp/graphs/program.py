@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import GraphError
-from ..ops.registry import OPERATORS
+from .python_code import Source, slots_in
 from .recorder import Operation, Read, Recorder, Slot, memory_of
-from .view_folding import SEEING, without_detours
+from .view_folding import without_detours
 
 aten = torch.ops.aten
 
@@ -28,12 +28,14 @@ class Recording(NamedTuple):
     held: dict[int, Tensor]  # parameters, buffers and constants, by slot
     constants: set[int]  # which of these are constants
     memory: set[int]  # of the outputs
+    gradients: dict[int, int]  # slots of the gradients that come to a seam, by the numbers of the outputs there
     device: torch.device
 
 
-def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> Recording:
-    """Raises GraphError where an output is none of the program's."""
-    slots = []
+def recording_of(recorder: Recorder, inputs: int, results: Sequence[Tensor]) -> Recording:
+    """With the outputs of a seam behind these results. Raises GraphError where one is none of the program's."""
+    slots, seam = [], recorder.seam
+    outputs = [*results, *(() if seam is None else seam.outputs)]
     for tensor in outputs:
         slot = recorder.known(tensor)
         if slot is None or recorder.is_unwritten(tensor):
@@ -44,14 +46,14 @@ def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> 
     held = {number: kept.tensor for number, kept in recorder.kept.items()}
     constants = {number for number, kept in recorder.kept.items() if kept.is_constant}
     memory = set(map(memory_of, outputs))
-    operations, renamed = without_detours(recorder.operations, recorder.contiguous)
+    gradients: dict[int, int] = {}
+    for number, tensor in () if seam is None else seam.gradients.items():
+        if (slot := recorder.known(tensor)) is None:
+            raise GraphError("the gradient of an output was not made by torch's functions from the batch")
+        gradients[number] = slot.number
+    operations, renamed = without_detours(recorder.operations, recorder.contiguous, gradients.values())
     slots = [Slot(renamed.get(slot.number, slot.number)) for slot in slots]
-    return Recording(operations, recorder.read, inputs, slots, held, constants, memory, recorder.device)
-
-
-def _slots(*values: Any) -> list[Slot]:
-    """The tensors among these."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Slot)]
+    return Recording(operations, recorder.read, inputs, slots, held, constants, memory, gradients, recorder.device)
 
 
 def live(recording: Recording, with_reads: bool = True) -> list[bool]:
@@ -62,10 +64,10 @@ def live(recording: Recording, with_reads: bool = True) -> list[bool]:
     wanted = [False] * len(recording.operations)
     for place in reversed(range(len(recording.operations))):
         operation = recording.operations[place]
-        made = {slot.number for slot in _slots(operation.out)}
+        made = {slot.number for slot in slots_in(operation.out)}
         if made & slots or operation.writes & memory or operation.draws or place in places:
             wanted[place] = True
-            slots |= {slot.number for slot in _slots(operation.args, operation.kwargs)}
+            slots |= {slot.number for slot in slots_in(operation.args, operation.kwargs)}
             memory |= operation.reads
     return wanted
 
@@ -79,10 +81,12 @@ class Program:
     def __init__(self, recording: Recording) -> None:
         wanted = live(recording)
         self.operations = [op for op, kept in zip(recording.operations, wanted, strict=True) if kept]
-        places = {old: new for new, old in enumerate(i for i, kept in enumerate(wanted) if kept)}
+        self.recorded = [place for place, kept in enumerate(wanted) if kept]  # places of these in the recording
+        places = {old: new for new, old in enumerate(self.recorded)}
         self.read = [read._replace(operation=places[read.operation]) for read in recording.read]
         self.draws = any(operation.draws for operation in self.operations)
-        self.inputs, self.outputs = recording.inputs, recording.outputs
+        self.inputs, self.outputs, self.gradients = recording.inputs, recording.outputs, recording.gradients
+        self.memory = recording.memory
         self.device = recording.device
         # a function that computes with numbers beside the device
         self.beside = next((op.func._schema.name.partition("::")[2] for op in self.operations if op.beside), "")
@@ -94,7 +98,7 @@ class Program:
         }
         self.held = {number: tensor for number, tensor in recording.held.items() if number in used}
         results = zip(recording.operations, live(recording, with_reads=False), strict=True)
-        needed = {slot.number for op, kept in results if kept for slot in _slots(op.args, op.kwargs)}
+        needed = {slot.number for op, kept in results if kept for slot in slots_in(op.args, op.kwargs)}
         self.constants = recording.constants & needed  # that the results take; checks have constants of their own
         first = recording._replace(outputs=recording.outputs[:1], memory=set())
         kept = live(first, with_reads=False)
@@ -102,12 +106,12 @@ class Program:
         self._run: Callable[..., Any] | None = None
         self._run_apart: Callable[..., Any] | None = None
         # whether the number of rows of a result depends on the numbers of the batch
-        self.counts_rows = any(_slots(self.operations[read.operation].out) for read in self.read)
+        self.counts_rows = any(slots_in(self.operations[read.operation].out) for read in self.read)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
         """See above."""
         if self._run is None:
-            self._run = _compiled(self)
+            self._run = self._compiled()
         with torch.no_grad():
             found: tuple[list[Tensor], bool] = self._run(*inputs)
         return found
@@ -115,10 +119,14 @@ class Program:
     def run_apart(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs, and what numbers are to be read of (`is_same`): for devices, which this does not wait for."""
         if self._run_apart is None:
-            self._run_apart = _compiled(self, apart=True)
+            self._run_apart = self._compiled(apart=True)
         with torch.no_grad():
             found: tuple[list[Tensor], list[Tensor]] = self._run_apart(*inputs)
         return found
+
+    def _compiled(self, apart: bool = False) -> Callable[..., Any]:
+        source = Source(self.operations, self.read, self.held, self.device)
+        return source.function(range(len(self.operations)), range(self.inputs), self.outputs, apart=apart)
 
     def is_same(self, asked: Sequence[Tensor]) -> bool:
         """Whether all numbers that decided how it went on are as they were. asked: the arguments of the calls that read
@@ -219,133 +227,3 @@ def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _shown(value: Any) -> str:
     return "another tensor" if isinstance(value, Slot) else repr(value)
-
-
-# --------------------------------------------------------------------------- Python
-
-# spared: the parsing of arguments by name, which costs as much as a small kernel
-_DIRECTLY = {
-    aten.view.default: "{0}.view({1})",
-    aten.t.default: "{0}.t()",
-    aten.transpose.int: "{0}.transpose({1}, {2})",
-    aten.permute.default: "{0}.permute({1})",
-    aten.unsqueeze.default: "{0}.unsqueeze({1})",
-    aten.squeeze.dim: "{0}.squeeze({1})",
-    aten.expand.default: "{0}.expand({1})",
-    aten.mm.default: "mm({0}, {1})",
-    aten.bmm.default: "bmm({0}, {1})",
-    aten.addmm.default: "addmm({0}, {1}, {2})",
-    aten.add.Tensor: "add({0}, {1})",
-    aten.mul.Tensor: "mul({0}, {1})",
-}
-
-
-def _compiled(program: Program, apart: bool = False) -> Callable[..., Any]:
-    """The program as a function: each operation a line, each tensor dropped after its last use.
-
-    apart: in place of the calls that read numbers copies of what they take, as memory may be written to behind.
-    """
-    names: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "add": torch.add, "mul": torch.mul}
-    fixed = {number: tensor.detach() for number, tensor in program.held.items()}
-    seen_once = _views_of(fixed, program.operations)
-    names |= {f"v{number}": tensor for number, tensor in fixed.items()}
-    dying = _last_used(program, {slot.number for slot in program.outputs} | set(fixed))
-    read = {read.operation: number for number, read in enumerate(program.read)}
-    lines = ["asked = []"] if apart else ["same = True"] if program.read else []
-
-    def shown(value: Any) -> str:
-        if isinstance(value, Slot):
-            return f"v{value.number}"
-        if isinstance(value, list | tuple):
-            return "[" + ", ".join(map(shown, value)) + "]"
-        if value is None or type(value) in (int, bool, str) or (type(value) is float and math.isfinite(value)):
-            return repr(value)
-        name = f"c{len(names)}"
-        names[name] = value
-        return name
-
-    for place, operation in enumerate(program.operations):
-        if place in seen_once:
-            continue
-        results = _slots(operation.out)
-        if apart and place in read:
-            lines += [f"asked.append({shown(slot)}.clone())" for slot in _slots(operation.args, operation.kwargs)]
-            lines += [f"del v{number}" for number in dying.get(place, ())]
-            continue
-        call = _call(operation, shown, names, program.device)
-        if isinstance(operation.out, Slot):
-            lines.append(f"{shown(operation.out)} = {call}")
-        elif results or place in read:
-            lines.append(f"out = {call}")
-            lines += [
-                f"{shown(leaf)} = out[{k}]" for k, leaf in enumerate(operation.out or ()) if isinstance(leaf, Slot)
-            ]
-        else:
-            lines.append(call)
-        if place in read:
-            names[f"r{place}"] = program.read[read[place]].value
-            lines += _comparison([shown(slot) for slot in results], place)
-        if place in dying:
-            lines.append("del " + ", ".join(f"v{number}" for number in dying[place]))
-    last_word = "asked" if apart else "same" if program.read else "True"
-    lines.append(f"return [{', '.join(map(shown, program.outputs))}], {last_word}")
-    arguments = ", ".join(f"v{number}" for number in range(program.inputs))
-    source = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
-    exec(compile(source, "<a step of fastdp>", "exec"), names)
-    return names["run"]  # type: ignore[no-any-return]
-
-
-def _comparison(results: list[str], place: int) -> list[str]:
-    """Lines that compare what an operation told Python (`out`, or shapes) with what it told in the recording."""
-    if not results:
-        return [f"same = same and out == r{place}"]
-    shapes = f"[tuple(t.shape) for t in [{', '.join(results)}]]"
-    return [f"same = same and {shapes} == r{place}", "if not same: return [], False"]
-
-
-def _last_used(program: Program, kept: set[int]) -> dict[int, list[int]]:
-    """The tensors that nothing reads after an operation, by its place; neither inputs nor those in `kept`."""
-    last: dict[int, int] = {}
-    for place, operation in enumerate(program.operations):
-        for slot in _slots(operation.args, operation.kwargs, operation.out):
-            last[slot.number] = place
-    dying: dict[int, list[int]] = {}
-    for number, place in last.items():
-        if number not in kept and number >= program.inputs:
-            dying.setdefault(place, []).append(number)
-    return dying
-
-
-def _views_of(fixed: dict[int, Tensor], operations: Sequence[Operation]) -> set[int]:
-    """The places of operations that see parameters and constants otherwise, as long as these lie where they do. What
-    they give is added to `fixed`."""
-    found = set()
-    for place, operation in enumerate(operations):
-        given = _slots(operation.args, operation.kwargs)
-        if operation.func in SEEING and isinstance(operation.out, Slot) and given[0].number in fixed:
-            first, *others = operation.args
-            fixed[operation.out.number] = operation.func(fixed[first.number], *others, **operation.kwargs)
-            found.add(place)
-    return found
-
-
-def _call(
-    operation: Operation, shown: Callable[[Any], str], names: dict[str, Any], device: torch.device
-) -> str:  # fmt: skip
-    arguments = list(operation.args)
-    form = _DIRECTLY.get(operation.func)
-    if form is not None and not operation.kwargs and len(arguments) == form.count("{"):
-        return form.format(*map(shown, arguments))
-    name = f"f{len(names)}"
-    names[name] = _function(operation.func, device)
-    given = [shown(value) for value in arguments] + [f"{key}={shown(value)}" for key, value in operation.kwargs.items()]
-    return f"{name}({', '.join(given)})"
-
-
-def _function(func: Any, device: torch.device) -> Callable[..., Any]:
-    """What a call runs: fastdp's kernels past the dispatcher."""
-    space, _, name = func._schema.name.partition("::")
-    if space == "fastdp":
-        overload = func._overloadname
-        return OPERATORS[name if overload == "default" else f"{name}.{overload}"].implementation(device.type)
-    return getattr(func, "_op", func)  # type: ignore[no-any-return]  # what the overload calls in the end

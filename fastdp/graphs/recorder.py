@@ -54,6 +54,17 @@ class Read(NamedTuple):
     where: str  # "" if a check of fastdp's read it
 
 
+class Seam:
+    """Where a recorded forward ends and its backward begins.
+
+    outputs: what the forward gives. gradients: of some of these, by their numbers, as they come to the backward.
+    """
+
+    def __init__(self, place: int, outputs: Sequence[Tensor]) -> None:
+        self.place, self.outputs = place, list(outputs)  # place: of the first operation behind the forward
+        self.gradients: dict[int, Tensor] = {}
+
+
 class Kept(NamedTuple):
     """A tensor that was there before: a parameter, a buffer, or a constant."""
 
@@ -88,6 +99,7 @@ class Recorder(TorchDispatchMode):
         self.device = device
         self.operations: list[Operation] = []
         self.read: list[Read] = []
+        self.seam: Seam | None = None
         self.kept: dict[int, Kept] = {}  # by slot
         self.held = {memory_of(tensor): name for name, tensor in held.items()}
         self.batch = {memory_of(tensor) for tensor in inputs}

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..engine.explain import Plan
 from ..engine.gradients import Arranged, Gradients, places_of
@@ -19,6 +18,7 @@ from ..ops.common import exactly
 from ..ops.registry import watched
 from ..utils.rng_state import States, random_states, set_random_states
 from . import _RECORDING
+from .batches import Batch, copies, in_turn, one_twice, plain
 from .cuda_graph import Pool
 from .execution import Example, Way, differing, way_of
 from .guards import Guards, Outside, changed_notes, notes_of
@@ -29,25 +29,6 @@ from .use_templates import store, templates_of
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
 REPLAYED = {"cpu", "cuda"}
 _AS_PADDED = 1e-3  # losses and norms of padded batches are within rounding of those of batches as they come
-
-
-class Batch(NamedTuple):
-    """How a batch is made: its leaves, of which some have a row for each sample."""
-
-    spec: TreeSpec
-    by_sample: tuple[bool, ...]
-    size: int
-
-    def tree(self, leaves: Sequence[Any]) -> Any:
-        return tree_unflatten(list(leaves), self.spec)
-
-    def changed(self, leaves: Sequence[Any], change: Callable[[Tensor], Tensor]) -> list[Any]:
-        """The leaves, those with samples changed."""
-        return [change(leaf) if by else leaf for leaf, by in zip(leaves, self.by_sample, strict=True)]
-
-    def of_size(self, leaves: Sequence[Any], size: int) -> list[Any]:
-        """A batch of so many samples: the first again and again behind the others, which nobody reads."""
-        return self.changed(leaves, lambda leaf: _resized(leaf, size))
 
 
 class Recorded(NamedTuple):
@@ -89,9 +70,9 @@ class StepProgram:
             self._pass(own)
             self._check_uncounted(changed_notes(before, notes_of(engine.model)))
             record = self._recorded(own, held)
-            others = [self._recorded(batch.changed(own, _in_turn), held)]
+            others = [self._recorded(batch.changed(own, in_turn), held)]
             with contextlib.suppress(FastDPError, RuntimeError, ValueError, IndexError):  # no such batch, perhaps
-                others.append(self._recorded(batch.changed(own, _one_twice), held))
+                others.append(self._recorded(batch.changed(own, one_twice), held))
             self.program, self.templates, self.plan = record.program, record.templates, record.plan
             self.way = Way(self.program.run)
             self._of = places_of([template.use for template in self.templates])
@@ -233,7 +214,7 @@ class StepProgram:
         """The losses [samples] and gradients of the first samples; None where the numbers of the batch decide another
         way than that of the recording. The losses of a CUDA graph stand until the next replay; its gradients then raise
         an error."""
-        inputs = [_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         found, same = self.way.run(inputs)
         if not same:
             return None
@@ -258,19 +239,6 @@ def device_of_model(engine: PerSampleGradients) -> torch.device:
     return found
 
 
-def _plain(leaf: Tensor) -> Tensor:
-    """With its numbers one after the other from the begin of its memory, as they were when the step was recorded."""
-    plain = leaf.is_contiguous() and leaf.storage_offset() == 0
-    return leaf if plain else leaf.clone(memory_format=torch.contiguous_format)
-
-
-def copies(leaves: Sequence[Any]) -> list[Any]:
-    """The batch in memory of its own, with nothing that says when it was handed out."""
-    copied = torch.contiguous_format
-    with torch._C.DisableTorchFunction():
-        return [leaf.detach().clone(memory_format=copied) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
 def _check_one(found: list[Gradients]) -> None:
     if len(found) != 1:
         raise GraphError("the backward of the losses met no trained parameter, or several backwards ran")
@@ -278,25 +246,6 @@ def _check_one(found: list[Gradients]) -> None:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _resized(leaf: Tensor, size: int) -> Tensor:
-    count = leaf.size(0)
-    if count >= size:
-        return leaf[:size]
-    return torch.cat([leaf, leaf[:1].expand(size - count, *leaf.shape[1:])])
-
-
-def _in_turn(leaf: Tensor) -> Tensor:
-    """The same samples in another order."""
-    return leaf.roll(1, 0)
-
-
-def _one_twice(leaf: Tensor) -> Tensor:
-    """One sample is missing, another there twice: a number beside torch that Python makes of a batch shows by it."""
-    if leaf.size(0) > 1:
-        return torch.cat([leaf[1:], leaf[-1:]])
-    return leaf * 0.5 if leaf.is_floating_point() else leaf
 
 
 def check_losses(losses: Any, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ SEEING = {
 
 
 def without_detours(
-    operations: list[Operation], contiguous: dict[int, tuple[int, ...]]
+    operations: list[Operation], contiguous: dict[int, tuple[int, ...]], apart: Collection[int] = ()
 ) -> tuple[list[Operation], dict[int, int]]:
     """The same operations, where each view takes the tensor that a chain of views began with; and which slots are
     others by another name. What is not needed any more stays in the list.
 
-    contiguous: the shapes of the slots whose numbers lie one after the other.
+    contiguous: the shapes of the slots whose numbers lie one after the other; apart: slots that are to stay what they
+    are, with all that is made of them.
     """
     renamed: dict[int, int] = {}
     begin: dict[int, int] = {}  # of a chain of views, by its result
@@ -40,7 +42,7 @@ def without_detours(
     for operation in operations:
         args, kwargs = tree_map(own, (operation.args, operation.kwargs))
         out = operation.out
-        if isinstance(out, Slot) and args and isinstance(args[0], Slot):
+        if isinstance(out, Slot) and out.number not in apart and args and isinstance(args[0], Slot):
             source = args[0].number
             if operation.func in _FOLDING:
                 base = begin.get(source, source)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from ..graphs.batches import ordered, shape_of
 from ..graphs.steps import LossFn
 from .graphed_loss import Begun, ReplayedSteps
-from .graphed_step import GraphedStep, loss_of, ordered
+from .graphed_step import GraphedStep, loss_of
 from .private_step import PrivateStep
 
 SHAPES = 8  # recorded at most: each holds a step of each size
@@ -71,14 +72,4 @@ class GraphedShapes(ReplayedSteps):
         """What batches of one recording have in common, and the number of samples."""
         leaves, spec = tree_flatten(ordered(tuple(batch)))
         samples = next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
-        kinds: list[Any] = []
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                rows = leaf.size(0) if leaf.dim() else -1
-                if rows != samples:
-                    self._fixed.add(place)
-                by_sample = place not in self._fixed
-                kinds.append((leaf.dtype, leaf.device, by_sample, leaf.shape[by_sample:]))
-            else:
-                kinds.append(leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf))
-        return (spec, tuple(kinds)), samples
+        return (spec, shape_of(leaves, samples, self._fixed)), samples

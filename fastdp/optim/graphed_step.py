@@ -20,11 +20,12 @@ from ..batch_axis.inputs import mark_of
 from ..data import loop_checks
 from ..engine.gradients import Gradients
 from ..errors import FastDPError, GraphError, StepError, VerificationError
+from ..graphs.batches import Batch, copies, odd_leaf, ordered
 from ..graphs.cuda_graph import Pool, device_of
 from ..graphs.execution import tolerances
 from ..graphs.guards import Guards
 from ..graphs.recorder import memory_of
-from ..graphs.steps import Batch, LossFn, StepProgram, check_losses, copies, device_of_model
+from ..graphs.steps import LossFn, StepProgram, check_losses, device_of_model
 from ..ops.common import exactly
 from ..utils.rng_state import States, random_states, set_random_states
 from .graphed_loss import Begun, ReplayedSteps
@@ -237,13 +238,6 @@ def loss_of(privacy: PrivateStep, loss_fn: LossFn, batch: Any) -> Tensor:
     return losses.mean() if privacy.loss_reduction == "mean" else losses.sum()
 
 
-def ordered(tree: Any) -> Any:
-    """A batch with its dicts in the order of their keys."""
-    if type(tree) is dict:
-        return {key: ordered(tree[key]) for key in sorted(tree, key=str)}
-    return type(tree)(map(ordered, tree)) if type(tree) in (tuple, list) else tree
-
-
 def _close(off: float, a: Tensor, b: Tensor) -> bool:
     largest = float(b.abs().max()) if b.numel() else 0.0
     return torch.allclose(a.double(), b.double(), rtol=off, atol=off * largest)
@@ -252,10 +246,9 @@ def _close(off: float, a: Tensor, b: Tensor) -> bool:
 def _size(leaves: Sequence[Any]) -> int:
     """The samples of the example: rows of its first tensor."""
     size = next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    simple = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
-    if odd := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, simple)]:
+    if odd := odd_leaf(leaves):
         raise GraphError(
-            f"the batch holds a {odd[0]}: a replay takes tensors, numbers and words, in lists, tuples and dicts "
+            f"the batch holds a {odd}: a replay takes tensors, numbers and words, in lists, tuples and dicts "
             "(dict(batch) of a BatchEncoding)"
         )
     if size < 2:
