@@ -157,6 +157,7 @@ CONTENDERS: dict[str, Contender] = {
     "fastdp layerwise": Contender(ours(style="layerwise"), "layerwise"),
     "fastdp graphed": Contender(graphed, patience=8.0, resident=False),
     **{f"opacus {mode}": Contender(opacus(mode), "local", validated) for mode in ("hooks", "functorch", "ew", "ghost")},
+    "fastdp loop": Contender(ours(graphed=True), patience=8.0, resident=False),
     "fastdp graphed compiled": Contender(
         functools.partial(graphed, compile=True), patience=8.0, resident=False, named=True
     ),

@@ -27,7 +27,7 @@ from .timing import Row, append, interleaved, keep_memory, require_kernels, show
 
 B, T, D, WORDS = 4, 8, 32, 64
 CPU = torch.device("cpu")
-NAMES = ("non-private", "fastdp", "fastdp graphed", "opacus hooks", "opacus ghost")
+NAMES = ("non-private", "fastdp", "fastdp graphed", "fastdp loop", "opacus hooks", "opacus ghost")
 COMPILED = ("non-private compiled", "fastdp graphed compiled")
 COLUMNS = ("model", "contender", "ratio", "of_compiled", "median_ms", "us_per_use", "uses")
 

@@ -119,6 +119,15 @@ class Backward:
         _BEGUN[0] += 1
         self._hand_over(gradients)
 
+    def replays_forward(self) -> None:
+        """The forward that runs is a replay: not all uses are counted before the backward."""
+        self._counted = False
+
+    def take(self, gradients: Gradients) -> None:
+        """The gradients of a replayed forward, within the backward that goes through it."""
+        assert self._tape is not None
+        self._tape.replayed.append(gradients)
+
     def is_running(self) -> bool:
         """Whether a backward has reached the model (or has failed there, and no forward followed)."""
         return self._tape is not None
@@ -351,7 +360,7 @@ class Backward:
             self.several.end()
             self.ended()
         self.uncaptured.check(self.last_use_of)
-        if tape.like is not None and not tape.like.is_whole(tape, self.tracked.current()):
+        if tape.like is not None and (tape.replayed or not tape.like.is_whole(tape, self.tracked.current())):
             self._tape = tape  # (the next forward drops it, should this fail)
             record_kept(tape, self.record)
             self._tape = None
@@ -361,13 +370,17 @@ class Backward:
             self.uncaptured.check_owned(uses)
         check_unwritten([*uses, *tape.kept], [*[version for _, version in held], *[each.version for each in tape.kept]])
         tape.streams.join()
+        if len(tape.replayed) > 1 or (tape.replayed and uses):
+            uses += [use for gradients in tape.replayed for use in gradients.uses]
         if tape.batch is None:
             return None  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0
         self.whose.use(tape.people)
         with torch.no_grad(), exactly():
             gradients: Gradients
-            if tape.like is not None:
+            if tape.replayed and not uses and len(tape.replayed) == 1:
+                gradients = tape.replayed[0]
+            elif tape.like is not None:
                 gradients = tape.like.gradients(tape.kept, scale)
             else:
                 device = uses[0].operand.device if uses else self.tracked.tensors()[0].device

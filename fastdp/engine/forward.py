@@ -103,6 +103,8 @@ class Forward(Engine):
         if not path:
             self._drop_interrupted()
         here = self.running
+        if self.graphed is not None and not here.entered and torch.is_grad_enabled() and not self.backward.public:
+            self.graphed.prepare(path, module, args, kwargs)
         here.entered.append(None)
         if self.backward.public:
             if len(here.entered) == 1 and torch.is_grad_enabled():

@@ -106,6 +106,7 @@ class ForwardRecord:
         self.kept: list[Any] = []  # the `engine.repeated_backward.Kept` that arrived, as long as it is like that
         self.thread: int | None = None  # in which the forwards ran
         self.streams = Streams()
+        self.replayed: list[Any] = []  # the `engine.gradients.Gradients` of replayed forwards
         self.early: Any = None  # the `engine.layerwise.LayerwiseSums`, if groups are taken within backward
         self.batch: int | None = None
         self.people: People | None = None

@@ -94,6 +94,8 @@ class PerSampleGradients:
 
     def detach(self) -> None:
         """Remove every hook from the model."""
+        if self._forward.graphed is not None:
+            self._forward.graphed.remove()
         self._forward.detach()
         self._backward.forget()
 
@@ -146,6 +148,15 @@ class PerSampleGradients:
     def replayed(self, given: object, gradients: Gradients) -> None:
         """A forward and backward were replayed on this batch, with these gradients."""
         self._backward.replayed(given, gradients)
+
+    def graph_forwards(self, by: Any) -> Forward:
+        """Tell this of every outermost forward before it begins (`fastdp.optim.graphed_forwards`)."""
+        self._forward.graphed = by
+        return self._forward
+
+    def waits_for_backward(self) -> bool:
+        """Whether a backward may come through a forward that has ended."""
+        return self._backward.open_forwards > 0
 
     def others(self) -> list[str]:
         """The names of parameters that require grad and are not tracked."""

@@ -115,7 +115,8 @@ class Repeated(Gradients):
 
     def take(self, place: int, use: ParameterUse) -> None:
         """This is the use."""
-        use.clock, use.shared = self.clock(place), self._templates[place].use.shared
+        known = self._templates[place].use
+        use.clock, use.shared, use.route = self.clock(place), known.shared, known.route
         self._filled[place] = use
 
     def drop(self, place: int) -> None:

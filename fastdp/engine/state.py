@@ -43,6 +43,7 @@ class Engine:
         # stands for the engine, in the moments of its batches
         self.owner = backward.owner = Owner(backward.is_running)
         self.running = Running()
+        self.graphed: Any = None  # `fastdp.optim.graphed_forwards.GraphedForwards`, if forwards are replayed
         self.batch = 0  # of the last forward
         self.people: People | None = None  # whose its records are, if a sample is a group of them
 

@@ -99,6 +99,7 @@ def problem_of(
             continue
         layout = tag_of(root, batch)
         own = isinstance(root.grad_fn, torch.autograd.function.BackwardCFunction)  # its backward is the user's
+        own = own and not hasattr(getattr(root.grad_fn, "_forward_cls", None), "of_fastdp")
         if own or (layout is None and not root.is_leaf):
             return LossNotFollowedWarning(_LOST)
         if layout is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-_RECORDING: list[object] = []
+from typing import Any
+
+_RECORDING: list[Any] = []  # the `recorder.Recorder` of the step that is recorded
 
 
 def recording() -> bool:

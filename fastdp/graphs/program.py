@@ -12,10 +12,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import GraphError
 from .python_code import Source, slots_in
-from .recorder import Operation, Read, Recorder, Slot, memory_of
+from .recorder import Operation, Read, Recorder, Seam, Slot, memory_of
 from .view_folding import without_detours
 
 aten = torch.ops.aten
+
+
+class OutputGradient(NamedTuple):
+    """The gradient of an output, as it came to a seam."""
+
+    slot: int
+    memory: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """A recorder's seam, by slots and memory. place: of the first operation behind it; results: memory of the results
+    of the backward; outputs: memory of those of the forward."""
+
+    place: int
+    results: list[int]
+    outputs: list[int]
+    gradients: dict[int, OutputGradient]  # by the numbers of the outputs
 
 
 class Recording(NamedTuple):
@@ -28,7 +47,7 @@ class Recording(NamedTuple):
     held: dict[int, Tensor]  # parameters, buffers and constants, by slot
     constants: set[int]  # which of these are constants
     memory: set[int]  # of the outputs
-    gradients: dict[int, int]  # slots of the gradients that come to a seam, by the numbers of the outputs there
+    cut: Cut | None  # where it has a seam
     device: torch.device
 
 
@@ -46,14 +65,20 @@ def recording_of(recorder: Recorder, inputs: int, results: Sequence[Tensor]) -> 
     held = {number: kept.tensor for number, kept in recorder.kept.items()}
     constants = {number for number, kept in recorder.kept.items() if kept.is_constant}
     memory = set(map(memory_of, outputs))
-    gradients: dict[int, int] = {}
-    for number, tensor in () if seam is None else seam.gradients.items():
+    cut = None if seam is None else _cut(recorder, seam, results)
+    apart = [] if cut is None else [gradient.slot for gradient in cut.gradients.values()]
+    operations, renamed = without_detours(recorder.operations, recorder.contiguous, apart)
+    slots = [Slot(renamed.get(slot.number, slot.number)) for slot in slots]
+    return Recording(operations, recorder.read, inputs, slots, held, constants, memory, cut, recorder.device)
+
+
+def _cut(recorder: Recorder, seam: Seam, results: Sequence[Tensor]) -> Cut:
+    gradients = {}
+    for number, tensor in seam.gradients.items():
         if (slot := recorder.known(tensor)) is None:
             raise GraphError("the gradient of an output was not made by torch's functions from the batch")
-        gradients[number] = slot.number
-    operations, renamed = without_detours(recorder.operations, recorder.contiguous, gradients.values())
-    slots = [Slot(renamed.get(slot.number, slot.number)) for slot in slots]
-    return Recording(operations, recorder.read, inputs, slots, held, constants, memory, gradients, recorder.device)
+        gradients[number] = OutputGradient(slot.number, memory_of(tensor), tensor.shape, tensor.stride())
+    return Cut(seam.place, list(map(memory_of, results)), list(map(memory_of, seam.outputs)), gradients)
 
 
 def live(recording: Recording, with_reads: bool = True) -> list[bool]:
@@ -85,8 +110,7 @@ class Program:
         places = {old: new for new, old in enumerate(self.recorded)}
         self.read = [read._replace(operation=places[read.operation]) for read in recording.read]
         self.draws = any(operation.draws for operation in self.operations)
-        self.inputs, self.outputs, self.gradients = recording.inputs, recording.outputs, recording.gradients
-        self.memory = recording.memory
+        self.inputs, self.outputs, self.cut = recording.inputs, recording.outputs, recording.cut
         self.device = recording.device
         # a function that computes with numbers beside the device
         self.beside = next((op.func._schema.name.partition("::")[2] for op in self.operations if op.beside), "")

@@ -145,6 +145,11 @@ class Recorder(TorchDispatchMode):
         number = self._slots.get(id(tensor))
         return None if number is None or number in self.kept else Slot(number)
 
+    def begin_backward(self, outputs: Sequence[Tensor]) -> Seam:
+        """The forward has ended, and given these."""
+        self.seam = Seam(len(self.operations), outputs)
+        return self.seam
+
     # ------------------------------------------------------------------ calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -206,7 +206,8 @@ class StepProgram:
             _RECORDING.pop()
         _check_one(found)
         templates, data = templates_of(found[0], self.batch.size, recorder)
-        outputs = [losses.detach(), *data]
+        seam = recorder.seam
+        outputs = [losses.detach(), *data, *(() if seam is None else (t.detach() for t in seam.outputs))]
         program = Program(recording_of(recorder, len(inputs), [losses, *data]))
         return Recorded(program, templates, Plan(found[0]), inputs, outputs, random)
 

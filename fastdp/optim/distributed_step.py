@@ -53,6 +53,16 @@ def agree_on_setup(
         share_ledger(ledger, world)
 
 
+def settings_of_step(privacy: Any, first: bool, **settings: object) -> dict[str, object]:
+    """What all processes must have alike at a step. first: it is the optimizer's first."""
+    draws, pass_, step = privacy._loader_position
+    return {
+        "step": privacy.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
+        "step of the pass": step, "key": mark("noise", privacy.noise.key), "history": mark(privacy.ledger.spent),
+        **settings, "weights": weights_mark(privacy, privacy.engine.model) if first else "",
+    }  # fmt: skip
+
+
 def weights_mark(privacy: object, model: nn.Module) -> str:
     """A mark of the weights with which an optimizer's first step begins. Raises StepError for its schedulers."""
     check_schedulers(privacy)

@@ -20,7 +20,6 @@ from ..data import loader, loop_checks
 from ..data.loader_batch import LoaderBatch
 from ..data.sample_rates import RateCheck
 from ..data.skipped_batches import SkippedBatches
-from ..distributed.fingerprints import mark
 from ..distributed.frameworks import check_frameworks
 from ..distributed.wrappers import Replica, check_samples, world_for
 from ..engine.explain import Plan
@@ -34,8 +33,8 @@ from ..utils import allocator
 from . import distributed_step
 from .clip_groups import ClipGroups
 from .clipping import Clipping, ClippingFunction, refuse_own_norms
-from .distributed_step import weights_mark
 from .fused_update import Release
+from .graphed_forwards import graph_forwards
 from .option_checks import of_loader
 from .tensor_parallel_sums import sums_of
 
@@ -71,10 +70,12 @@ class PrivateStep:
         process_group: Any = None,
         mesh: Any = None,
         ledger: str | PathLike[str] | None = None,
+        graphed: bool = False,
     ) -> None:
         check_frameworks(model)
         self.world = world_for(model, process_group, mesh)
         self._loader_position, self._truncation, self._drawn = ("", 0, 0), 0.0, list[Place]()  # at the last step
+        self.graphs, self._graphed = None, graphed  # the `graphed_forwards.GraphedForwards`, if forwards are replayed
         self.deferred_setup: Any = None  # for a framework that lays the model in parts: `deferred_setup`
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
@@ -127,6 +128,7 @@ class PrivateStep:
         self.engine = PerSampleGradients(
             self.replica.module, params, on_backward=self.clip, shards=shards, **self._of_engine
         )
+        self.graphs = graph_forwards(self) if self._graphed else None
 
     def detach(self) -> None:
         """Take the engine off the model."""
@@ -332,20 +334,17 @@ class PrivateStep:
 
     def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums over all processes, which agree on the step."""
-        draws, pass_, step = self._loader_position
-        said = {
-            "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
-            "step of the pass": step, "key": mark("noise", self.noise.key), "history": mark(self.ledger.spent),
-            "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
-            **self._settings(), "weights": "" if self._released else weights_mark(self, self.engine.model),
-        }  # fmt: skip
+        said = distributed_step.settings_of_step(
+            self, not self._released, sample_rate=self._rate, expected_batch_size=self._expected,
+            truncation=self._truncation, **self._settings(),
+        )  # fmt: skip
         shares, device = self.sums.shares(sums), self.engine.parameters()[0].device
         look = None if self._released else self.replica.check_copies
         found, self._fresh, records = distributed_step.reduce_sums(
             self.world, shares, self._fresh, device, self._records, said, look
         )
         sums = self.sums.settled(sums | found)
-        if self.sample_rate is not None and not draws and not self.ledger.begun:
+        if self.sample_rate is not None and not self._loader_position[0] and not self.ledger.begun:
             self.rate_check.check_size(self.sample_rate, records, self.expected_batch_size)
         return sums
 
@@ -380,7 +379,8 @@ class PrivateStep:
         self.engine.profile = self.engine.profile or profile
         if self._plan is None:
             raise StepError("no plan yet: call loss.backward() first")
-        return self._plan.table(self.engine.named_parameters(), profile)
+        table = self._plan.table(self.engine.named_parameters(), profile)
+        return table if self.graphs is None else f"{table}\n{self.graphs.told()}"
 
     def retrack(self, params: list[Tensor]) -> None:
         """Train these parameters from now on."""

@@ -58,6 +58,7 @@ def privatize(
     process_group: Any = None,
     mesh: Any = None,
     ledger: str | PathLike[str] | None = None,
+    graphed: bool = False,
     norms: str = "exact",
 ) -> PrivateOptimizer:
     """Make an optimizer private, in place. It keeps its parameter groups, state, hooks and schedulers.
@@ -88,6 +89,9 @@ def privatize(
         mesh: their DeviceMesh, for a model in parts.
         ledger: a file in which every noised step is written and synced before it is made, so that steps after the last
             checkpoint stay counted if the process dies.
+        graphed: record the model's forward and its backward when a shape of batches is met again, and replay them
+            without Python. The loop and the loss stay yours. What does not fit goes through Python, as ever, and is
+            counted (`explain()`). On the CPU, or on one CUDA device.
         augmentations: K, for K views of each sample in K consecutive rows, clipped as one by their mean gradient.
         target_quantile: of adaptive clipping, the share of samples that is not clipped (default 0.5). noise_multiplier
             is then that of the whole step, gradients and count, and the gradients get a little more.
@@ -138,7 +142,8 @@ def privatize(
             model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, style=style,
             expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
             accountant=accountant, gamma=gamma, batch_first=batch_first, memory_budget=memory_budget, seed=seed,
-            process_group=process_group, mesh=mesh, ledger=ledger, **given,
+            process_group=process_group, mesh=mesh, ledger=ledger,
+            graphed=graphed, **given,
         )  # fmt: skip
         try:
             checkpoint.continue_from(privacy, carried)
