@@ -335,6 +335,13 @@ def present() -> LossTracking | None:
     return None if found is None or found.over else found
 
 
+def waits() -> bool:
+    """Whether a backward may come, in this thread, through a forward that has ended."""
+    found, waiting = present(), getattr(_HERE, "waiting", [])
+    every = waiting if found is None else [*waiting, *found.waiting, found.what]
+    return any(what.moment.owner is not LOADERS and what.waits() for what in every)
+
+
 def set_aside() -> LossTracking | None:
     """Follow nothing for now: what is done is of no private batch."""
     found = present()

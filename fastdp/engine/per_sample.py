@@ -156,7 +156,7 @@ class PerSampleGradients:
 
     def waits_for_backward(self) -> bool:
         """Whether a backward may come through a forward that has ended."""
-        return self._backward.open_forwards > 0
+        return loss_tracking.waits()
 
     def others(self) -> list[str]:
         """The names of parameters that require grad and are not tracked."""

@@ -8,6 +8,7 @@ of the outputs' gradients. The weights, and the loss, are no part of either.
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..engine.repeated_backward import Repeated
 from ..errors import GraphError
+from ..ops.common import autocast_kinds
 from . import _RECORDING
 from .batches import Batch, odd_leaf
 from .guards import Guards
@@ -49,14 +51,20 @@ class Outputs:
         self.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self.requires_grad = [tensor.requires_grad for tensor in tensors]
         self.layouts = [_layout_of(tensor, batch) for tensor in tensors]
-        for number, tensor in enumerate(tensors):
-            if tensor.requires_grad:
-                _watch(tensor, self.reached, number)
 
     def dim(self, number: int) -> int:
         """The dimension of a tensor along which the samples lie."""
         layout = self.layouts[number]
         return 0 if layout is None else layout.dim
+
+    def watched(self, tensors: Sequence[Tensor]) -> Any:
+        """The same, of copies that tell whether a backward comes to them: the model may have gone on with what it
+        gives. (Of a view that is written to, a hook is lost.)"""
+        apart = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
+        for number, tensor in enumerate(apart):
+            if tensor.requires_grad:
+                _watch(tensor, self.reached, number)
+        return self.tree(apart)
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """What a forward gives whose tensors are these."""
@@ -115,24 +123,30 @@ class ForwardProgram(StepProgram):
             weights.append(numbers.to(device, dtype))
         spec = tree_flatten((batch.tree(leaves), weights))[1]
         whole = Batch(spec, (*batch.by_sample, *[True] * len(weights)), batch.size)
-        super().__init__(engine, self._weighted, whole, [*leaves, *weights], mean)
+        super().__init__(engine, module, whole, [*leaves, *weights], mean)
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
         self.guards = Guards(engine.model, constants, self.written)
         self.halves = self._halves(sum(isinstance(leaf, Tensor) for leaf in leaves))
 
-    def _weighted(self, model: Any, given: Any, weights: Sequence[Tensor]) -> Tensor:
-        """Each sample's weighted sum of the outputs."""
-        args, kwargs = given
+    def _losses(self, leaves: Sequence[Any]) -> Tensor:
+        """Each sample's weighted sum of the outputs, after its backward, which knows no autocast."""
+        (args, kwargs), weights = self.batch.tree(leaves)
+        torch.clear_autocast_cache()  # or weights that were cast before would pass for constants
         out = tensors_of(self._module(*args, **kwargs))
         seam = _RECORDING[-1].begin_backward(out) if _RECORDING else None
-        losses = []
-        for number, weight in zip(self.reached, weights, strict=True):
-            apart = out[number].view_as(out[number])  # its gradient is of the loss alone
-            if seam is not None:
-                _note(apart, seam, number)
-            rows = apart.movedim(self.example.dim(number), 0)
-            losses.append((rows.reshape(weight.shape) * weight).sum(1))
-        return sum(losses[1:], losses[0])
+        with contextlib.ExitStack() as stack:
+            for kind in autocast_kinds():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            parts = []
+            for number, weight in zip(self.reached, weights, strict=True):
+                apart = out[number].view_as(out[number])  # its gradient is of the loss alone
+                if seam is not None:
+                    _note(apart, seam, number)
+                rows = apart.movedim(self.example.dim(number), 0)
+                parts.append((rows.reshape(weight.shape) * weight).sum(1))
+            losses = sum(parts[1:], parts[0])
+            (losses.mean() if self.mean else losses.sum()).backward()  # type: ignore[no-untyped-call]
+        return losses
 
     def _halves(self, inputs: int) -> Halves:
         program, cut = self.program, self.program.cut

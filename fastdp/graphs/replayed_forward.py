@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.layout import tag, tag_of
 from ..engine.capture import Pass
 from ..errors import StepError
-from ..ops.common import exactly
+from ..ops.common import autocast_kinds, exactly
 from ..utils.rng_state import States, random_states, set_random_states
 from .batches import plain
 from .forward_program import ForwardProgram, tensors_of
@@ -22,17 +23,21 @@ class Replay:
     """A replay of `program` within a pass.
 
     call: the module's own forward; given: its (args, kwargs), with these leaves; samples: in the batch, which may be
-    less than the program's.
+    less than the program's. again: told if the loss takes other outputs than when the forward was recorded.
     """
 
     def __init__(
         self, program: ForwardProgram, forward_pass: Pass, call: Callable[..., Any], given: Any, leaves: Sequence[Any],
-        samples: int,
+        samples: int, again: Callable[[], None],
     ) -> None:  # fmt: skip
         self.program, self._pass, self._call = program, forward_pass, call
         self._given, self._samples, self._path = given, samples, forward_pass.path
         padded = program.arguments.of_size(leaves, program.batch.size)
         self._inputs = [plain(leaf) for leaf in padded if isinstance(leaf, Tensor)]
+        self._told_again, self._autocast = (
+            again,
+            {kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)},
+        )
         self._random: States | None = random_states(program.device) if program.program.draws else None
         self._saved: list[Tensor] = []
 
@@ -53,8 +58,8 @@ class Replay:
         differ = [outputs[number] for number, wants in enumerate(example.requires_grad) if wants]
         with torch._C.DisableTorchFunction():
             _Replayed.apply(self._pass.token, self, differ)  # type: ignore[no-untyped-call]
-        for own, layout in zip(outputs, example.layouts, strict=True):
-            tag(own, None if layout is None else layout._replace(batch=self._samples))
+            for own, layout in zip(outputs, example.layouts, strict=True):
+                tag(own, None if layout is None else layout._replace(batch=self._samples))
         self._pass.backward.replays_forward()
         return example.tree(outputs)
 
@@ -110,8 +115,8 @@ class Replay:
         return laid
 
     def _again(self, grads: dict[int, Tensor]) -> None:
-        """The loss takes other outputs than when the forward was recorded: run it again by Python, as checkpointing
-        does, and go through that."""
+        """Run the forward again by Python, as checkpointing does, and go through that."""
+        self._told_again()
         args, kwargs = self._given
         layouts = [tag_of(tensor, self._pass.batch) for tensor in nested_tensors(self._given)]
         forward: Any = self._pass.engine
@@ -119,10 +124,12 @@ class Replay:
         if self._random is not None:
             set_random_states(self._random)
         try:
-            with (
-                torch.enable_grad(),
-                forward.again(self._path, self._pass.batch, self._given, layouts, self._pass.moment),
-            ):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                for kind, dtype in self._autocast.items():
+                    stack.enter_context(torch.autocast(kind, dtype))
+                own = self._path, self._pass.batch, self._given, layouts, self._pass.moment
+                stack.enter_context(forward.again(*own))
                 out = tensors_of(self._call(*args, **kwargs))
         finally:
             set_random_states(after)

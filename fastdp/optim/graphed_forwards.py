@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -20,13 +22,14 @@ from ..engine.per_sample import PerSampleGradients
 from ..errors import FastDPError, GraphError
 from ..graphs import recording
 from ..graphs.batches import Batch, copies, odd_leaf, ordered, shape_of
-from ..graphs.forward_program import ForwardProgram, Outputs
+from ..graphs.forward_program import ForwardProgram, Outputs, tensors_of
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import device_of_model
 
 RECORDINGS = 24  # at most: each holds a forward and backward of one shape
 _FIRST = "a shape that was not met before, or not often"
 _ENOUGH = 2  # a shape is recorded when it is met that often
+_CHANGES = 3  # times, at most, that a shape is recorded anew as the loss takes other outputs
 _FILLED = 0.75  # of a recorded size, at least, so that its padding is worth less than a recording of its own
 
 
@@ -39,6 +42,8 @@ class Shape:
         self.programs: list[ForwardProgram] = []
         self.exactly = False  # whether batches of other sizes are not to be padded
         self.refused = ""  # why it is not recorded
+        self.due: Callable[[], ForwardProgram] | None = None  # to be recorded, once no backward waits
+        self.again = 0  # how often the loss took other outputs than before
 
 
 class GraphedForward:
@@ -110,6 +115,7 @@ class GraphedForwards:
         if self._busy or recording() or self._forward.runs_again():
             return
         try:
+            self._record_due()
             self._prepared = self._known(path, module, args, kwargs)
         except GraphError as why:
             self._goes_eagerly(str(why))
@@ -134,9 +140,13 @@ class GraphedForwards:
         if program is None:
             size = samples if shape.exactly else bucket(samples)
             shape.met[size] += 1
-            if shape.met[size] >= _ENOUGH and self._may_record(shape):
+            if shape.met[size] >= _ENOUGH and shape.example is not None and shape.example.reached:
                 by_sample = [isinstance(leaf, Tensor) and kind[2] for leaf, kind in zip(leaves, key[2], strict=True)]
-                program = self._recorded(module, shape, Batch(spec, tuple(by_sample), size), leaves)
+                own = Batch(spec, tuple(by_sample), size)
+                if self._may_record():
+                    program = self._recorded(module, shape, own, leaves)
+                else:
+                    shape.due = functools.partial(self._recorded, module, shape, own, copies(leaves))
         return Prepared(shape, leaves, samples, program)
 
     def _check(self, module: nn.Module, leaves: Sequence[Any]) -> None:
@@ -150,8 +160,6 @@ class GraphedForwards:
             raise GraphError(f"the model is given a {odd}")
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise GraphError("the model is given a tensor that requires grad")
-        if others := self._engine.others():
-            raise GraphError(f"'{others[0]}' requires grad and is not this optimizer's")
 
     def _fitting(self, shape: Shape, samples: int) -> ForwardProgram | None:
         for program in shape.programs:
@@ -161,9 +169,17 @@ class GraphedForwards:
                     return program
         return None
 
-    def _may_record(self, shape: Shape) -> bool:
-        reached = shape.example is not None and shape.example.reached
-        return bool(reached) and self._free() and not self._engine.waits_for_backward()
+    def _may_record(self) -> bool:
+        return self._free() and not self._engine.waits_for_backward()
+
+    def _record_due(self) -> None:
+        """Record what was to be, when a backward waited for its step or a forward for its backward."""
+        for shape in list(self._shapes.values()):
+            if shape.due is not None and self._may_record():
+                due, shape.due = shape.due, None
+                if shape.example is not None and not shape.refused:
+                    with contextlib.suppress(GraphError):  # which is noted
+                        due()
 
     def _recorded(self, module: nn.Module, shape: Shape, batch: Batch, leaves: Sequence[Any]) -> ForwardProgram:
         """A recording of this size. Raises GraphError where there is none, and notes that."""
@@ -173,6 +189,8 @@ class GraphedForwards:
         self._busy, followed = True, loss_tracking.set_aside()
         try:
             _check_hooks(module)
+            if others := self._engine.others():
+                raise GraphError(f"'{others[0]}' requires grad and is not this optimizer's")
             example = batch.of_size(copies(leaves), batch.size)
             program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean)
         except (FastDPError, RuntimeError, ValueError, IndexError) as problem:
@@ -195,7 +213,10 @@ class GraphedForwards:
         if prepared is None or active is None:
             return placed.plain(*args, **kwargs)
         if prepared.program is not None:
-            replay = Replay(prepared.program, active, placed.plain, (args, kwargs), prepared.leaves, prepared.samples)
+            again = functools.partial(self._takes_others, prepared.shape)
+            replay = Replay(
+                prepared.program, active, placed.plain, (args, kwargs), prepared.leaves, prepared.samples, again
+            )
             out = replay.run()
             if out is not None:
                 self.replayed += 1
@@ -205,10 +226,22 @@ class GraphedForwards:
             self._goes_eagerly(_FIRST, warns=False)
         out = placed.plain(*args, **kwargs)
         try:
-            prepared.shape.example = Outputs(out, prepared.samples)
+            with torch._C.DisableTorchFunction():
+                example = Outputs(out, prepared.samples)
         except GraphError as why:
             prepared.shape.refused = str(why)
-        return out
+            return out
+        prepared.shape.example = example
+        return example.watched(tensors_of(out))
+
+    def _takes_others(self, shape: Shape) -> None:
+        """The loss took other outputs than when the shape was recorded: record it anew, unless that goes on."""
+        self.replayed -= 1
+        self._goes_eagerly("the loss took other outputs than before", warns=False)
+        shape.again += 1
+        shape.programs, shape.example = [], None
+        if shape.again > _CHANGES:
+            shape.refused = "the loss takes now these outputs, now others"
 
     def _goes_eagerly(self, why: str, warns: bool = True) -> None:
         if warns and why not in self.reasons:
