@@ -47,15 +47,17 @@ class Outputs:
         for place in self._places:
             self._leaves[place] = None
         if odd := odd_leaf(self._leaves):
-            raise GraphError(f"the forward gives a {odd}, which a replay cannot make")
+            remedy = " (set model.config.use_cache = False)" if "Cache" in odd else ""
+            raise GraphError(f"the forward gives a {odd}, which a replay cannot make{remedy}")
         self.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self.requires_grad = [tensor.requires_grad for tensor in tensors]
         self.layouts = [_layout_of(tensor, batch) for tensor in tensors]
 
-    def dim(self, number: int) -> int:
-        """The dimension of a tensor along which the samples lie."""
+    def dim(self, number: int) -> int | None:
+        """The dimension of a tensor along which the samples lie; None of a loss that the model computes."""
         layout = self.layouts[number]
-        return 0 if layout is None else layout.dim
+        assert layout is not None
+        return None if layout.mixed else layout.dim
 
     def watched(self, tensors: Sequence[Tensor]) -> Any:
         """The same, of copies that tell whether a backward comes to them: the model may have gone on with what it
@@ -85,6 +87,8 @@ def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
     layout = tag_of(tensor, batch)
     if layout is None and not tensor.requires_grad:
         return None
+    if layout is not None and layout.total and not tensor.dim():
+        return layout  # a loss
     if layout is None or layout._replace(dim=0, inner=1) != Layout(batch):
         why = "whose rows lie in no order of the samples" if layout is None or not layout.mixed else layout.mixed
         raise GraphError(f"the forward gives a tensor of shape {tuple(tensor.shape)}: {why}")
@@ -119,17 +123,18 @@ class ForwardProgram(StepProgram):
         generator, weights = torch.Generator().manual_seed(0), []
         for number in self.reached:
             shape, dtype, device = example.kinds[number]
-            numbers = torch.randn(batch.size, shape.numel() // example.batch, generator=generator)
-            weights.append(numbers.to(device, dtype))
+            rows = () if example.dim(number) is None else (batch.size, shape.numel() // example.batch)
+            weights.append(torch.randn(rows, generator=generator).to(device, dtype))
         spec = tree_flatten((batch.tree(leaves), weights))[1]
-        whole = Batch(spec, (*batch.by_sample, *[True] * len(weights)), batch.size)
+        whole = Batch(spec, (*batch.by_sample, *(weight.dim() > 0 for weight in weights)), batch.size)
         super().__init__(engine, module, whole, [*leaves, *weights], mean)
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
         self.guards = Guards(engine.model, constants, self.written)
         self.halves = self._halves(sum(isinstance(leaf, Tensor) for leaf in leaves))
 
     def _losses(self, leaves: Sequence[Any]) -> Tensor:
-        """Each sample's weighted sum of the outputs, after its backward, which knows no autocast."""
+        """Each sample's weighted sum of the outputs (else that of the model's losses), after its backward, which knows
+        no autocast."""
         (args, kwargs), weights = self.batch.tree(leaves)
         torch.clear_autocast_cache()  # or weights that were cast before would pass for constants
         out = tensors_of(self._module(*args, **kwargs))
@@ -137,16 +142,27 @@ class ForwardProgram(StepProgram):
         with contextlib.ExitStack() as stack:
             for kind in autocast_kinds():
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            parts = []
+            parts: list[Tensor] = []
+            totals: list[Tensor] = []
             for number, weight in zip(self.reached, weights, strict=True):
                 apart = out[number].view_as(out[number])  # its gradient is of the loss alone
                 if seam is not None:
                     _note(apart, seam, number)
-                rows = apart.movedim(self.example.dim(number), 0)
-                parts.append((rows.reshape(weight.shape) * weight).sum(1))
-            losses = sum(parts[1:], parts[0])
-            (losses.mean() if self.mean else losses.sum()).backward()  # type: ignore[no-untyped-call]
-        return losses
+                if (dim := self.example.dim(number)) is None:
+                    totals.append(apart * weight)
+                else:
+                    parts.append((apart.movedim(dim, 0).reshape(weight.shape) * weight).sum(1))
+            if parts:
+                losses = sum(parts[1:], parts[0])
+                totals.append(losses.mean() if self.mean else losses.sum())
+            loss = sum(totals[1:], totals[0])
+            loss.backward()  # type: ignore[no-untyped-call]
+        return losses if parts else loss
+
+    def _differs_padded(self, leaves: Sequence[Any], samples: int) -> str:
+        if any(self.example.dim(number) is None for number in self.reached):
+            return "the model computes a loss of all samples"
+        return super()._differs_padded(leaves, samples)
 
     def _halves(self, inputs: int) -> Halves:
         program, cut = self.program, self.program.cut

@@ -109,7 +109,8 @@ class Replay:
         if grad.shape == known.shape and grad.stride() == known.stride:
             return grad.clone() if number in self.program.halves.written else grad
         laid = torch.empty_strided(known.shape, known.stride, dtype=grad.dtype, device=grad.device)
-        dim = self.program.example.dim(number)
+        if (dim := self.program.example.dim(number)) is None:
+            return laid.copy_(grad)
         laid.narrow(dim, 0, grad.size(dim)).copy_(grad)
         laid.narrow(dim, grad.size(dim), laid.size(dim) - grad.size(dim)).zero_()
         return laid
