@@ -92,6 +92,7 @@ class Pool:
     def __init__(self, device: Device) -> None:
         self.device, self.count = device, 0
         self._last: Any = None  # the stream of the last launch
+        self.user: Any = None  # a weak reference to the replay of a forward that was launched last
 
     def launch(self, inputs: Sequence[Tensor], given: Sequence[Tensor], replay: Callable[[], None]) -> int:
         """Copy a batch to where a graph reads it, and launch; the number of the launch."""
@@ -121,20 +122,11 @@ class Captured:
     """
 
     def __init__(self, program: Program, run: RunApart, inputs: Sequence[Tensor], pool: Pool) -> None:
-        if program.counts_rows:
-            raise NotCaptured("it picks rows by the numbers of the batch, for whose count it waits for the device")
-        if program.beside or any(tensor.device != program.device for tensor in inputs):
-            what = f"{program.beside}()" if program.beside else "the loss function"
-            raise NotCaptured(f"{what} takes numbers on the CPU, which a graph would keep as they are")
+        if why := why_not_captured(program, inputs):
+            raise NotCaptured(why)
         self._program, self._pool = program, pool
         self._inputs = [tensor.clone() for tensor in inputs]
-        try:
-            for _ in range(_WARM):
-                pool.device.warm(lambda: _in_a_row(run(self._inputs)))
-            self._replay, self._found = pool.device.capture(lambda: _in_a_row(run(self._inputs)))
-        except RuntimeError as problem:
-            words = str(problem).strip().splitlines() or [""]
-            raise NotCaptured(f"CUDA does not capture it ({words[0][:200]})") from problem
+        self._replay, self._found = warm_and_capture(pool, lambda: in_a_row(run(self._inputs)))
         self.number = 0  # of its last launch
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Outputs, bool]:
@@ -149,5 +141,26 @@ class Captured:
         return lambda: self._pool.check(number)
 
 
-def _in_a_row(found: tuple[Outputs, Outputs]) -> Outputs:
+def why_not_captured(program: Program, inputs: Sequence[Tensor]) -> str:
+    """Why a program cannot become CUDA graphs, "" if nothing is known against it."""
+    if program.counts_rows:
+        return "it picks rows by the numbers of the batch, for whose count it waits for the device"
+    if program.beside or any(tensor.device != program.device for tensor in inputs):
+        what = f"{program.beside}()" if program.beside else "the loss function"
+        return f"{what} takes numbers on the CPU, which a graph would keep as they are"
+    return ""
+
+
+def warm_and_capture(pool: Pool, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """What launches it, and where its results will stand. Raises NotCaptured."""
+    try:
+        for _ in range(_WARM):
+            pool.device.warm(run)
+        return pool.device.capture(run)
+    except RuntimeError as problem:
+        words = str(problem).strip().splitlines() or [""]
+        raise NotCaptured(f"CUDA does not capture it ({words[0][:200]})") from problem
+
+
+def in_a_row(found: tuple[Outputs, Outputs]) -> Outputs:
     return [*found[0], *found[1]]

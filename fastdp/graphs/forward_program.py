@@ -7,10 +7,10 @@ of the outputs' gradients. The weights, and the loss, are no part of either.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +19,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..batch_axis.layout import Layout, tag_of
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
-from ..engine.repeated_backward import Repeated
+from ..engine.repeated_backward import Lasting, Repeated
 from ..errors import GraphError
 from ..ops.common import autocast_kinds
+from ..utils.rng_state import set_random_states
 from . import _RECORDING
 from .batches import Batch, odd_leaf
+from .cuda_graph import Pool
 from .guards import Guards
-from .program import Cut, Program
-from .python_code import Source, slots_in
-from .recorder import Seam, Slot, memory_of
+from .halves import Halves, captured
+from .recorder import Seam, memory_of
 from .steps import StepProgram
 
 
@@ -95,28 +96,18 @@ def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
     return layout
 
 
-class Halves(NamedTuple):
-    """The two parts of a program, as functions."""
-
-    forward: Callable[..., Any]  # (*inputs) -> [outputs and what is saved], whether all that Python read is as it was
-    backward: Callable[..., Any]  # (*gradients, [saved, inputs]) -> [data of uses], True
-    inputs: list[int]  # numbers of the inputs that the backward takes
-    written: set[int]  # numbers of the outputs into whose gradients the backward writes
-    kept: set[int]  # numbers of the outputs whose memory the backward takes
-
-
 class ForwardProgram(StepProgram):
     """A recorded forward of one size.
 
     module: what is called; example: what it gave, `tensors` the tensors of that; batch, leaves: an example of its
-    arguments, (args, kwargs).
+    arguments, (args, kwargs); pool: capture the two halves as CUDA graphs. Where that does not go, a warning says why.
 
     Raises GraphError, by name, where the forward is not a function of its arguments and the parameters alone.
     """
 
     def __init__(
         self, engine: PerSampleGradients, module: Callable[..., Any], example: Outputs, batch: Batch,
-        leaves: Sequence[Any], mean: bool,
+        leaves: Sequence[Any], mean: bool, pool: Pool | None = None,
     ) -> None:  # fmt: skip
         self._module, self.example, self.arguments = module, example, batch
         self.reached = sorted(example.reached)
@@ -127,10 +118,20 @@ class ForwardProgram(StepProgram):
             weights.append(torch.randn(rows, generator=generator).to(device, dtype))
         spec = tree_flatten((batch.tree(leaves), weights))[1]
         whole = Batch(spec, (*batch.by_sample, *(weight.dim() > 0 for weight in weights)), batch.size)
-        super().__init__(engine, module, whole, [*leaves, *weights], mean)
+        self._given = sum(isinstance(leaf, Tensor) for leaf in leaves)  # tensors among the arguments
+        super().__init__(engine, module, whole, [*leaves, *weights], mean, pool=pool)
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
         self.guards = Guards(engine.model, constants, self.written)
-        self.halves = self._halves(sum(isinstance(leaf, Tensor) for leaf in leaves))
+
+    def _choose_way(self, compile: bool, pool: Pool | None) -> None:
+        gradients = [(number, *self.example.kinds[number][1:]) for number in self.reached]
+        self.halves = Halves(self.program, gradients, self._given)
+        if not self._gives_the_same(self.halves.forward, self.halves.backward):
+            raise GraphError("a replay of its halves does not give what the recorded forward and backward gave")
+        self.captured = captured(self.halves, self.examples[0].inputs, pool)
+        if self.captured is not None and not self._gives_the_same(self.captured.checked, self.captured.backward):
+            warnings.warn("a forward is replayed, but not as a CUDA graph: launched, it is another", stacklevel=9)
+            self.captured = None
 
     def _losses(self, leaves: Sequence[Any]) -> Tensor:
         """Each sample's weighted sum of the outputs (else that of the model's losses), after its backward, which knows
@@ -142,52 +143,53 @@ class ForwardProgram(StepProgram):
         with contextlib.ExitStack() as stack:
             for kind in autocast_kinds():
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            parts: list[Tensor] = []
-            totals: list[Tensor] = []
-            for number, weight in zip(self.reached, weights, strict=True):
-                apart = out[number].view_as(out[number])  # its gradient is of the loss alone
-                if seam is not None:
-                    _note(apart, seam, number)
-                if (dim := self.example.dim(number)) is None:
-                    totals.append(apart * weight)
-                else:
-                    parts.append((apart.movedim(dim, 0).reshape(weight.shape) * weight).sum(1))
-            if parts:
-                losses = sum(parts[1:], parts[0])
-                totals.append(losses.mean() if self.mean else losses.sum())
-            loss = sum(totals[1:], totals[0])
+            apart = {number: out[number].view_as(out[number]) for number in self.reached}
+            if seam is not None:
+                for number, tensor in apart.items():
+                    _note(tensor, seam, number)  # the gradient of the loss alone
+            losses, loss = self._weighted(apart, weights)
             loss.backward()  # type: ignore[no-untyped-call]
-        return losses if parts else loss
+        return losses
+
+    def _weighted(self, outputs: dict[int, Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The samples' losses, and what the backward begins with."""
+        parts: list[Tensor] = []
+        totals: list[Tensor] = []
+        for (number, output), weight in zip(outputs.items(), weights, strict=True):
+            if (dim := self.example.dim(number)) is None:
+                totals.append(output * weight)
+            else:
+                parts.append((output.movedim(dim, 0).reshape(weight.shape) * weight).sum(1))
+        if parts:
+            losses = sum(parts[1:], parts[0])
+            totals.append(losses.mean() if self.mean else losses.sum())
+        loss = sum(totals[1:], totals[0])
+        return losses if parts else loss, loss
 
     def _differs_padded(self, leaves: Sequence[Any], samples: int) -> str:
         if any(self.example.dim(number) is None for number in self.reached):
             return "the model computes a loss of all samples"
         return super()._differs_padded(leaves, samples)
 
-    def _halves(self, inputs: int) -> Halves:
-        program, cut = self.program, self.program.cut
-        assert cut is not None
-        seam, data = bisect.bisect_left(program.recorded, cut.place), len(cut.results)
-        results, outputs = program.outputs[:data][1:], program.outputs[data:]
-        gradients = [cut.gradients[number] for number in self.reached]
-        places = _needed(program, seam, results, cut)
-        operations = [program.operations[place] for place in places]
-        source = Source(program.operations, program.read, program.held, program.device)
-        taken = {slot.number for slot in (*results, *slots_in(*((op.args, op.kwargs) for op in operations)))}
-        made = {slot.number for op in program.operations[:seam] for slot in slots_in(op.out)}
-        saved = sorted(number for number in taken & made if not source.is_fixed(number))
-        of_inputs = sorted(taken & set(range(inputs)))
-        forward = source.function(range(seam), range(inputs), [*outputs, *map(Slot, saved)])
-        backward = source.function(places, [each.slot for each in gradients], results, taken=[*saved, *of_inputs])
-        memory = frozenset().union(*(op.reads for op in operations), cut.results[1:])
-        writes = frozenset().union(*(op.writes for op in operations))
-        written = {number for number, gradient in cut.gradients.items() if gradient.memory in writes}
-        return Halves(forward, backward, of_inputs, written, {k for k, own in enumerate(cut.outputs) if own in memory})
+    def _gives_the_same(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> bool:
+        """Whether two halves give what the recorded steps gave."""
+        for inputs, wanted, random in self.examples:
+            set_random_states(random)
+            outputs, saved, same = forward(inputs[: self.halves.inputs])
+            weights = inputs[self.halves.inputs :]
+            apart = {number: outputs[number].clone().requires_grad_() for number in self.reached}
+            with torch.enable_grad():
+                loss = self._weighted(apart, weights)[1]
+            given = torch.autograd.grad(loss, list(apart.values()))
+            own = [self.halves.laid(number, grad) for number, grad in zip(self.reached, given, strict=True)]
+            if not same or not self._is_same([*backward(own, saved), *outputs], wanted[1:]):
+                return False
+        return True
 
-    def of_backward(self, data: Sequence[Tensor], samples: int) -> Gradients:
+    def of_backward(self, data: Sequence[Tensor], samples: int, lasting: Lasting | None) -> Gradients:
         """The gradients of the first samples, from what the backward gave for a loss of so many samples."""
         scale = float(samples) if self.mean else 1.0
-        found = Repeated(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged)
+        found = Repeated(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged, lasting)
         found.plan = self.plan
         return found
 
@@ -205,23 +207,3 @@ def _note(tensor: Tensor, seam: Seam, number: int) -> None:
 
     with torch._C.DisableTorchFunction():
         tensor.register_hook(arrived)
-
-
-def _needed(program: Program, seam: int, results: Sequence[Slot], cut: Cut) -> list[int]:
-    """The places behind the seam of operations that the results depend on, but for what made the outputs' gradients.
-
-    Raises GraphError where Python read numbers there.
-    """
-    given = {gradient.slot for gradient in cut.gradients.values()}
-    slots, memory = {slot.number for slot in results} - given, set(cut.results[1:])
-    found = []
-    for place in reversed(range(seam, len(program.operations))):
-        operation = program.operations[place]
-        made = {slot.number for slot in slots_in(operation.out)}
-        if made & slots or operation.writes & memory or operation.draws:
-            found.append(place)
-            slots |= {slot.number for slot in slots_in(operation.args, operation.kwargs)} - given
-            memory |= operation.reads
-    if read := next((each for each in program.read if each.operation in found), None):
-        raise GraphError(f"Python reads {read.value!r} in the backward, which a replay cannot take back")
-    return found[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..ops.common import autocast_kinds, exactly
 from ..utils.rng_state import States, random_states, set_random_states
 from .batches import plain
 from .forward_program import ForwardProgram, tensors_of
+from .halves import Saved
 
 
 class Replay:
@@ -39,43 +41,51 @@ class Replay:
             {kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)},
         )
         self._random: States | None = random_states(program.device) if program.program.draws else None
-        self._saved: list[Tensor] = []
+        self._saved: Saved | int = 0  # what the backward takes, or the number of the CUDA graph's launch
+        self.over = False  # the backward has run
 
     def run(self) -> Any:
         """What the forward gives; None where Python decides by the numbers of this batch another way."""
-        program, example = self.program, self.program.example
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            found, same = program.halves.forward(*self._inputs)
-            if not same:
+        example = self.program.example
+        with torch._C.DisableTorchFunction():
+            found = self._found()
+            if found is None:
                 if self._random is not None:
                     set_random_states(self._random)
                 return None
-            count = len(example.kinds)
-            self._saved = found[count:]
-            outputs = [self._cut(number, tensor) for number, tensor in enumerate(found[:count])]
+            outputs = [self._cut(number, tensor) for number, tensor in enumerate(found)]
             del found
             self._before = self._versions()
-        differ = [outputs[number] for number, wants in enumerate(example.requires_grad) if wants]
-        with torch._C.DisableTorchFunction():
+            differ = [outputs[number] for number, wants in enumerate(example.requires_grad) if wants]
             _Replayed.apply(self._pass.token, self, differ)  # type: ignore[no-untyped-call]
             for own, layout in zip(outputs, example.layouts, strict=True):
                 tag(own, None if layout is None else layout._replace(batch=self._samples))
         self._pass.backward.replays_forward()
         return example.tree(outputs)
 
+    def _found(self) -> list[Tensor] | None:
+        captured = self.program.captured
+        if captured is None or not captured.free():  # the memory of the graphs is another replay's yet
+            outputs, self._saved, same = self.program.halves.forward(self._inputs)
+            return outputs if same else None
+        outputs, same = captured.forward(self._inputs, self)
+        self._saved = captured.number
+        return outputs if same else None
+
     def _versions(self) -> list[int]:
         """Of the parameters, and of what the backward takes of the batch."""
-        taken = [self._inputs[number] for number in self.program.halves.inputs]
+        taken = [self._inputs[number] for number in self.program.halves.of_inputs]
         return [t._version for t in (*self.program.program.held.values(), *taken) if not t.is_inference()]
 
     def _cut(self, number: int, tensor: Tensor) -> Tensor:
         """An output without padding, in memory that the backward does not take, and no view."""
         layout = self.program.example.layouts[number]
-        if layout is not None and self._samples < self.program.batch.size:
-            tensor = tensor.narrow(layout.dim, 0, self._samples * layout.inner)
-        if number in self.program.halves.kept:
-            return tensor.clone()
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload]
+        with torch.no_grad():
+            if layout is not None and self._samples < self.program.batch.size:
+                tensor = tensor.narrow(layout.dim, 0, self._samples * layout.inner)
+            if number in self.program.halves.kept and isinstance(self._saved, list):
+                return tensor.clone()
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload]
 
     # ------------------------------------------------------------------ its backward
 
@@ -89,31 +99,25 @@ class Replay:
                 "the parameters, or the batch, were written to between a replayed forward and its backward: its "
                 "gradients are of what they were. Make the step before the next forward, and write into a clone()"
             )
-        differ = [number for number, wants in enumerate(self.program.example.requires_grad) if wants]
+        program, self.over = self.program, True
+        differ = [number for number, wants in enumerate(program.example.requires_grad) if wants]
         by_number = {number: grad for number, grad in zip(differ, grads, strict=True) if grad is not None}
-        saved, self._saved = self._saved, []
-        if sorted(by_number) != self.program.reached:
+        if sorted(by_number) != program.reached:
+            self._saved = 0
             self._again(by_number)
             return
         with torch.no_grad(), exactly():
-            given = [self._laid(number, by_number[number]) for number in self.program.reached]
-            saved += [self._inputs[number] for number in self.program.halves.inputs]
-            self._inputs = []
-            data, _ = self.program.halves.backward(*given, *([saved] if saved else []))
-        backward.take(self.program.of_backward(data, self._samples))
-
-    def _laid(self, number: int, grad: Tensor) -> Tensor:
-        """The gradient of an output as it lay in the recording, with zeros for the samples of the padding."""
-        assert self.program.program.cut is not None
-        known = self.program.program.cut.gradients[number]
-        if grad.shape == known.shape and grad.stride() == known.stride:
-            return grad.clone() if number in self.program.halves.written else grad
-        laid = torch.empty_strided(known.shape, known.stride, dtype=grad.dtype, device=grad.device)
-        if (dim := self.program.example.dim(number)) is None:
-            return laid.copy_(grad)
-        laid.narrow(dim, 0, grad.size(dim)).copy_(grad)
-        laid.narrow(dim, grad.size(dim), laid.size(dim) - grad.size(dim)).zero_()
-        return laid
+            dims = map(program.example.dim, program.reached)
+            given = [program.halves.laid(k, by_number[k], dim) for k, dim in zip(program.reached, dims, strict=True)]
+            saved, lasting, self._inputs = self._saved, None, []
+            self._saved = 0
+            if isinstance(saved, list):
+                data = program.halves.backward(given, saved)
+            else:
+                assert program.captured is not None
+                data = program.captured.backward(given, saved)
+                lasting = functools.partial(program.captured.check, program.captured.number)
+        backward.take(program.of_backward(data, self._samples, lasting))
 
     def _again(self, grads: dict[int, Tensor]) -> None:
         """Run the forward again by Python, as checkpointing does, and go through that."""

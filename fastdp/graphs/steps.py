@@ -86,10 +86,15 @@ class StepProgram:
             self._check_constants()
             self.written = changed_notes(before, notes_of(engine.model))
             outside.check()
-            examples = [Example(each.inputs, each.outputs, each.random) for each in comparable]
-            self.way = way_of(self.program, examples, compile, pool)
+            self.examples = [Example(each.inputs, each.outputs, each.random) for each in comparable]
+            self._choose_way(compile, pool)
         finally:
+            self.examples = list[Example]()  # which hold a step's data
             outside.restore()
+
+    def _choose_way(self, compile: bool, pool: Pool | None) -> None:
+        """How it is replayed, compared with the recorded examples."""
+        self.way = way_of(self.program, self.examples, compile, pool)
 
     def _check_uncounted(self, notes: list[tuple[int, str]]) -> None:
         """Raises GraphError where a forward leaves something behind that is another after each."""

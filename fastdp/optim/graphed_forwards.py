@@ -22,6 +22,7 @@ from ..engine.per_sample import PerSampleGradients
 from ..errors import FastDPError, GraphError
 from ..graphs import recording
 from ..graphs.batches import Batch, copies, odd_leaf, ordered, shape_of
+from ..graphs.cuda_graph import Pool, device_of
 from ..graphs.forward_program import ForwardProgram, Outputs, tensors_of
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import device_of_model
@@ -81,6 +82,8 @@ class GraphedForwards:
         self._device = device_of_model(engine)
         if engine.planner.memory_budget is not None:
             raise GraphError("memory_budget= runs blocks again within backward, which is not recorded: leave it out")
+        device = device_of(self._device)
+        self._pool = None if device is None else Pool(device)
         self._forward = engine.graph_forwards(self)
         self._shapes: dict[Any, Shape] = {}
         self._fixed: dict[str, set[int]] = {}
@@ -192,7 +195,7 @@ class GraphedForwards:
             if others := self._engine.others():
                 raise GraphError(f"'{others[0]}' requires grad and is not this optimizer's")
             example = batch.of_size(copies(leaves), batch.size)
-            program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean)
+            program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
         except (FastDPError, RuntimeError, ValueError, IndexError) as problem:
             shape.refused = str(problem)
             raise GraphError(shape.refused) from problem

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fastdp
+import fastdp.optim.graphed_forwards
 from fastdp.errors import SampleMixingError, StepError
 
+from ..graphs.fake_cuda import FakeCuda
 from ..truth import norms_of, truth
 
 B, D, T, CLASSES = 8, 6, 5, 3
@@ -94,11 +96,34 @@ def of_batches(sizes: list[int], loss: Any = loss_of) -> Callable[[], Any]:
     return lambda: ((lambda model, k=k, n=n: loss(model, *batch(k, n))) for k, n in enumerate(sizes))
 
 
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A stand-in for CUDA graphs."""
+    found = FakeCuda()
+    monkeypatch.setattr(fastdp.optim.graphed_forwards, "device_of", lambda device: found)
+    return found
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_plain_loop_is_replayed_bit_by_bit(dropout: float) -> None:
     run = both(lambda: Net(dropout), of_batches([B] * 6))
     assert (run.told.replayed, run.told.eager) == (4, 2)
     assert "replayed: 4 forwards of 6" in run.optimizer.explain()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_both_halves_become_cuda_graphs(cuda: FakeCuda, dropout: float) -> None:
+    run = both(lambda: Net(dropout), of_batches([B] * 3 + [B - (not dropout), B, B]), exactly=False)
+    assert run.told.replayed == 4 and cuda.calls.count("capture") == 2
+    checks = 2 * 3  # a forward and a backward of each recorded example
+    assert cuda.calls.count("launch") == checks + 2 * 4
+
+
+def test_a_spoilt_cuda_graph_is_not_used(cuda: FakeCuda) -> None:
+    cuda.spoil = True
+    run = both(Net, of_batches([B] * 5))
+    program = next(program for shape in run.told._shapes.values() for program in shape.programs)
+    assert run.told.replayed == 3 and program.captured is None
 
 
 def test_norms_of_replays_are_those_of_single_samples() -> None:
@@ -149,7 +174,12 @@ def test_a_loss_may_take_other_outputs_later() -> None:
     assert (run.told.replayed, run.told.eager) == (4, 6)  # recorded at steps 2, 6 and 9
 
 
-def test_two_forwards_before_one_backward() -> None:
+@pytest.mark.parametrize("graphs", [False, True], ids=["functions", "cuda graphs"])
+def test_two_forwards_before_one_backward(graphs: bool, request: pytest.FixtureRequest) -> None:
+    """The second has no use of the graphs' memory before the first one's backward."""
+    if graphs:
+        request.getfixturevalue("cuda")
+
     def distance(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         a, b = model(x)["hidden"], model(x.flip(1), scale=0.5)["hidden"]
         return (a - b).square().sum(1).mean()

@@ -1,0 +1,166 @@
+"""A program in two parts, a forward and its backward: as functions, and as two CUDA graphs."""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GraphError
+from .cuda_graph import NotCaptured, Pool, in_a_row, warm_and_capture, why_not_captured
+from .program import Cut, Program
+from .python_code import Source, slots_in
+from .recorder import Slot
+
+Saved = list[Tensor]  # what a forward leaves to its backward
+
+
+class Halves:
+    """The two parts, as functions.
+
+    gradients: of which outputs, by their numbers, the backward takes gradients, and their types and devices; inputs:
+    how many the forward takes. kept: the numbers of the outputs whose memory the backward takes.
+
+    Raises GraphError where Python reads numbers behind the forward.
+    """
+
+    def __init__(
+        self, program: Program, gradients: Sequence[tuple[int, torch.dtype, torch.device]], inputs: int
+    ) -> None:
+        assert program.cut is not None
+        self.program, self.cut, self.gradients, self.inputs = program, program.cut, gradients, inputs
+        seam, data = bisect.bisect_left(program.recorded, self.cut.place), len(self.cut.results)
+        if read := next((each for each in program.read if each.operation >= seam), None):
+            raise GraphError(f"Python reads {read.value!r} in the backward, which a replay cannot take back")
+        results, self._outputs = program.outputs[1:data], program.outputs[data:]
+        places = _needed(program, seam, results, self.cut)
+        operations = [program.operations[place] for place in places]
+        source = Source(program.operations, program.read, program.held, program.device)
+        taken = {slot.number for slot in (*results, *slots_in(*((op.args, op.kwargs) for op in operations)))}
+        made = {slot.number for op in program.operations[:seam] for slot in slots_in(op.out)}
+        saved = sorted(number for number in taken & made if not source.is_fixed(number))
+        self.of_inputs = sorted(taken & set(range(inputs)))  # numbers of the inputs that the backward takes
+        front = range(seam), range(inputs), [*self._outputs, *map(Slot, saved)]
+        self._forward, self.run_apart = source.function(*front), source.function(*front, apart=True)
+        slots = [self.cut.gradients[number].slot for number, *_ in gradients]
+        self._backward = source.function(places, slots, results, taken=[*saved, *self.of_inputs])
+        memory = frozenset().union(*(op.reads for op in operations), self.cut.results[1:])
+        writes = frozenset().union(*(op.writes for op in operations))
+        self._written = {number for number, each in self.cut.gradients.items() if each.memory in writes}
+        self.kept = {number for number, own in enumerate(self.cut.outputs) if own in memory}
+
+    def split(self, found: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
+        """The outputs, and what the backward takes, of what the forward gave for these inputs."""
+        count = len(self._outputs)
+        return list(found[:count]), [*found[count:], *(inputs[number] for number in self.of_inputs)]
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Saved, bool]:
+        """The outputs, what the backward takes, and whether all that Python read is as it was."""
+        with torch.no_grad():
+            found, same = self._forward(*inputs)
+        return (*self.split(found, inputs), same) if same else ([], [], False)
+
+    def backward(self, gradients: Sequence[Tensor], saved: Saved) -> list[Tensor]:
+        """The data of uses. saved: is emptied."""
+        with torch.no_grad():
+            data: list[Tensor] = self._backward(*gradients, *([saved] if saved else []))[0]
+        return data
+
+    def laid(self, number: int, gradient: Tensor, dim: int | None = None) -> Tensor:
+        """The gradient of an output as it lay in the recording, with zeros behind it along `dim`; a copy, where the
+        backward writes into it."""
+        known = self.cut.gradients[number]
+        if gradient.shape == known.shape and gradient.stride() == known.stride:
+            return gradient.clone() if number in self._written else gradient
+        laid = torch.empty_strided(known.shape, known.stride, dtype=gradient.dtype, device=gradient.device)
+        if dim is None:
+            return laid.copy_(gradient)
+        rows = gradient.size(dim)
+        laid.narrow(dim, 0, rows).copy_(gradient)
+        laid.narrow(dim, rows, laid.size(dim) - rows).zero_()
+        return laid
+
+
+class CapturedHalves:
+    """The two parts as CUDA graphs of one pool, which lie in the memory of the capture: the backward must run before
+    the next launch of any other. inputs: an example.
+
+    Raises NotCaptured.
+    """
+
+    def __init__(self, halves: Halves, inputs: Sequence[Tensor], pool: Pool) -> None:
+        program = halves.program
+        if why := why_not_captured(program, inputs):
+            raise NotCaptured(why)
+        self._halves, self._pool = halves, pool
+        self._inputs = [tensor.clone() for tensor in inputs]
+        self._replay, found = warm_and_capture(pool, lambda: in_a_row(halves.run_apart(*self._inputs)))
+        asked = sum(len(slots_in(op.args, op.kwargs)) for op in (program.operations[r.operation] for r in program.read))
+        self._outputs, self._saved = halves.split(found[: len(found) - asked], self._inputs)
+        self._asked = found[len(found) - asked :]
+        self._gradients = []
+        for number, dtype, device in halves.gradients:
+            known = halves.cut.gradients[number]
+            self._gradients.append(torch.empty_strided(known.shape, known.stride, dtype=dtype, device=device).zero_())
+        self._again, self._data = warm_and_capture(pool, lambda: halves.backward(self._gradients, list(self._saved)))
+        self.number = 0  # of the last launch
+        self.over = True  # (of a check)
+
+    def free(self) -> bool:
+        """Whether no replay has yet to run its backward on what stands in the graphs' memory."""
+        user = None if self._pool.user is None else self._pool.user()
+        return user is None or user.over
+
+    def forward(self, inputs: Sequence[Tensor], user: Any) -> tuple[list[Tensor], bool]:
+        """Copies of the outputs, and whether all that Python read is as it was. user: the replay, whose `over` says
+        that its backward has run."""
+        self._pool.user = weakref.ref(user)
+        self.number = self._pool.launch(self._inputs, inputs, self._replay)
+        return [tensor.clone() for tensor in self._outputs], self._halves.program.is_same(self._asked)
+
+    def checked(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], int, bool]:
+        """As `Halves.forward`, with the number of the launch in place of what the backward takes."""
+        outputs, same = self.forward(inputs, self)
+        return outputs, self.number, same
+
+    def backward(self, gradients: Sequence[Tensor], number: int) -> list[Tensor]:
+        """The data of uses, of the forward that was the launch of this number. Raises StepError if there was another
+        since."""
+        self._pool.check(number)
+        self.number = self._pool.launch(self._gradients, gradients, self._again)
+        return self._data
+
+    def check(self, number: int) -> None:
+        """Raises StepError once the results of the launch of this number are overwritten."""
+        self._pool.check(number)
+
+
+def captured(halves: Halves, inputs: Sequence[Tensor], pool: Pool | None) -> CapturedHalves | None:
+    """The halves as CUDA graphs. Where that does not go, a warning says why."""
+    if pool is None:
+        return None
+    try:
+        return CapturedHalves(halves, inputs[: halves.inputs], pool)
+    except NotCaptured as why:
+        warnings.warn(f"a forward is replayed, but not as a CUDA graph: {why}", stacklevel=8)
+        return None
+
+
+def _needed(program: Program, seam: int, results: Sequence[Slot], cut: Cut) -> list[int]:
+    """The places behind the seam of operations that the results depend on, but for what made the outputs' gradients."""
+    given = {gradient.slot for gradient in cut.gradients.values()}
+    slots, memory = {slot.number for slot in results} - given, set(cut.results[1:])
+    found = []
+    for place in reversed(range(seam, len(program.operations))):
+        operation = program.operations[place]
+        made = {slot.number for slot in slots_in(operation.out)}
+        if made & slots or operation.writes & memory or operation.draws:
+            found.append(place)
+            slots |= {slot.number for slot in slots_in(operation.args, operation.kwargs)} - given
+            memory |= operation.reads
+    return found[::-1]
