@@ -3,8 +3,6 @@
 #include "snapshot.h"
 #include "ref.h"
 
-#include <vector>
-
 namespace {
 
 PyObject *const REQUIRES_GRAD = interned("requires_grad"), *const DATA_PTR = interned("data_ptr"),
@@ -12,54 +10,35 @@ PyObject *const REQUIRES_GRAD = interned("requires_grad"), *const DATA_PTR = int
          *const HOOKS = interned("_backward_hooks"), *const POST_HOOKS = interned("_post_accumulate_grad_hooks"),
          *const NUMEL = interned("numel"), *const IS_CONTIGUOUS = interned("is_contiguous");
 
-// The values of dicts and lists, with the keys of dicts: kept, so that no other object comes to have their places.
-class ObjectSnapshot {
-  public:
-    explicit ObjectSnapshot(const py::list &owners) {
-        for (const py::handle &owner : owners) {
-            owners_.push_back(Ref::of(owner.ptr()));
-            std::vector<Ref> found;
-            each(owner.ptr(), [&](PyObject *object) {
-                found.push_back(Ref::of(object));
-                return true;
-            });
-            values_.push_back(std::move(found));
-        }
-    }
-
-    // Whether all are the very objects that they were, in the same order.
-    bool unchanged() const {
-        for (std::size_t number = 0; number < owners_.size(); ++number) {
-            const std::vector<Ref> &values = values_[number];
-            std::size_t place = 0;
-            const bool equal = each(owners_[number].get(), [&](PyObject *object) {
-                return place < values.size() && values[place++].get() == object;
-            });
-            if (!equal || place != values.size()) return false;
+template <typename Function>
+bool each(PyObject *owner, Function function) {
+    if (PyDict_Check(owner)) {
+        Py_ssize_t place = 0;
+        PyObject *key, *value;
+        while (PyDict_Next(owner, &place, &key, &value)) {
+            if (!function(key) || !function(value)) return false;
         }
         return true;
     }
-
-  private:
-    template <typename Function>
-    static bool each(PyObject *owner, Function function) {
-        if (PyDict_Check(owner)) {
-            Py_ssize_t place = 0;
-            PyObject *key, *value;
-            while (PyDict_Next(owner, &place, &key, &value)) {
-                if (!function(key) || !function(value)) return false;
-            }
-            return true;
-        }
-        for (Py_ssize_t place = 0; place < PyList_GET_SIZE(owner); ++place) {
-            if (!function(PyList_GET_ITEM(owner, place))) return false;
-        }
-        return true;
+    for (Py_ssize_t place = 0; place < PyList_GET_SIZE(owner); ++place) {
+        if (!function(PyList_GET_ITEM(owner, place))) return false;
     }
+    return true;
+}
 
-    std::vector<Ref> owners_;
-    std::vector<std::vector<Ref>> values_;
-};
+// Whether dicts (keys and values in turn) and lists hold the very objects of these lists, in the same order. (Python
+// keeps the lists, where its garbage collection sees them.)
+bool objects_unchanged(const py::list &owners, const py::list &known) {
+    for (Py_ssize_t number = 0; number < PyList_GET_SIZE(owners.ptr()); ++number) {
+        PyObject *values = PyList_GET_ITEM(known.ptr(), number);
+        Py_ssize_t place = 0;
+        const bool equal = each(PyList_GET_ITEM(owners.ptr(), number), [&](PyObject *object) {
+            return place < PyList_GET_SIZE(values) && PyList_GET_ITEM(values, place++) == object;
+        });
+        if (!equal || place != PyList_GET_SIZE(values)) return false;
+    }
+    return true;
+}
 
 bool equal(PyObject *found, PyObject *known) {
     const int same = PyObject_RichCompareBool(found, known, Py_EQ);
@@ -111,9 +90,7 @@ bool tensors_unchanged(const py::list &held) {
 }  // namespace
 
 void bind_snapshot(py::module_ &module) {
-    py::class_<ObjectSnapshot>(module, "ObjectSnapshot", "the objects in dicts and lists; see snapshot.cpp")
-        .def(py::init<py::list>())
-        .def("unchanged", &ObjectSnapshot::unchanged);
+    module.def("objects_unchanged", &objects_unchanged, "whether dicts and lists hold the same objects");
     module.def("memory_unchanged", &memory_unchanged, "whether tensors have the addresses, sizes and types that are given");
     module.def("tensors_unchanged", &tensors_unchanged, "whether attributes hold the same tensors, in the same memory");
 }

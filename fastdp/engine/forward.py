@@ -103,8 +103,8 @@ class Forward(Engine):
         if not path:
             self._drop_interrupted()
         here = self.running
-        if self.graphed is not None and not here.entered and torch.is_grad_enabled() and not self.backward.public:
-            self.graphed.prepare(path, module, args, kwargs)
+        if self.graphed is not None and self.begins_pass():
+            self.graphed.seen(path, module)
         here.entered.append(None)
         if self.backward.public:
             if len(here.entered) == 1 and torch.is_grad_enabled():
@@ -120,6 +120,12 @@ class Forward(Engine):
                 raise
         elif not torch.is_grad_enabled() and len(here.entered) == 1:
             here.entered[-1] = self._without_gradients(path, module, args, kwargs)
+
+    def begins_pass(self) -> bool:
+        """Whether a forward that begins now is an outermost one, which a backward may follow."""
+        return (
+            not self.running.entered and torch.is_grad_enabled() and not self.backward.public and not self.runs_again()
+        )
 
     def _without_gradients(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Evaluation | Stateful | None:
         """A forward without gradients: while a loss is computed, of a target for it, perhaps."""

@@ -67,6 +67,9 @@ class LossTracking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.over or func is torch.autograd.grad:
+            engine = self.what.engine()
+            if not self.over and engine is not None and engine.graphed is not None:
+                engine.graphed.gradients_asked()
             return func(*args, **kwargs)
         if self.batch <= 1 and self.waiting:
             self._choose(tensors_in((args, kwargs)))

@@ -50,6 +50,8 @@ class Engine:
     def backward_begins(self, problem: SampleMixingError | Warning | None, roots: list[Tensor], size: int) -> None:
         """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
         self.backward.expect(problem)
+        if self.graphed is not None:
+            self.graphed.backward_begins(roots)
         if self.backward.open_forwards:
             self.backward.others.loss(roots, size, parameters)
 

@@ -48,7 +48,7 @@ def shape_of(leaves: Sequence[Any], samples: int, fixed: set[int]) -> tuple[Any,
             by_sample = place not in fixed
             kinds.append((leaf.dtype, leaf.device, by_sample, leaf.shape[by_sample:]))
         else:
-            kinds.append(leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf))
+            kinds.append((type(leaf), leaf if odd_leaf([leaf]) == "" else None))
     return tuple(kinds)
 
 

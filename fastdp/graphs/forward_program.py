@@ -28,21 +28,29 @@ from .batches import Batch, odd_leaf
 from .cuda_graph import Pool
 from .guards import Guards
 from .halves import Halves, captured
+from .module_state import ModuleState
 from .recorder import Seam, memory_of
 from .steps import StepProgram
 
+_WEIGHT = 0.75  # of a loss that the model computes
+
+
+class StaleExample(GraphError):
+    """What a forward gave before is no example of what it gives now."""
+
 
 class Outputs:
-    """What a forward gave: how it is made, and the layout of each tensor. batch: its samples.
+    """What a forward gave for these inputs: how it is made, and the layout of each tensor. batch: its samples.
 
-    kinds: shape, type and device of each tensor; reached: the numbers of those that a backward has come to.
+    kinds: shape, type and device of each tensor; reached: the numbers of those that a backward has come to; hooked:
+    whether one had a hook of the user's then.
 
     Raises GraphError where a replay cannot make it.
     """
 
-    def __init__(self, out: Any, batch: int) -> None:
+    def __init__(self, out: Any, batch: int, inputs: Sequence[Tensor]) -> None:
         self._leaves, self._spec = tree_flatten(out)
-        self.batch, self.reached = batch, set[int]()
+        self.batch, self.reached, self.hooked = batch, set[int](), False
         self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         tensors = [self._leaves[place] for place in self._places]
         for place in self._places:
@@ -50,9 +58,14 @@ class Outputs:
         if odd := odd_leaf(self._leaves):
             remedy = " (set model.config.use_cache = False)" if "Cache" in odd else ""
             raise GraphError(f"the forward gives a {odd}, which a replay cannot make{remedy}")
+        memory = [memory_of(tensor) for tensor in (*inputs, *tensors)]
+        if len(set(memory)) < len(set(map(memory_of, inputs))) + len(tensors):
+            raise GraphError("the forward gives tensors that share memory with each other, or with its arguments")
         self.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self.requires_grad = [tensor.requires_grad for tensor in tensors]
         self.layouts = [_layout_of(tensor, batch) for tensor in tensors]
+        self._nodes = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+        self._tensors = [tensor for tensor in tensors if tensor.requires_grad]  # until the backward
 
     def dim(self, number: int) -> int | None:
         """The dimension of a tensor along which the samples lie; None of a loss that the model computes."""
@@ -60,27 +73,44 @@ class Outputs:
         assert layout is not None
         return None if layout.mixed else layout.dim
 
-    def watched(self, tensors: Sequence[Tensor]) -> Any:
-        """The same, of copies that tell whether a backward comes to them: the model may have gone on with what it
-        gives. (Of a view that is written to, a hook is lost.)"""
-        apart = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
-        for number, tensor in enumerate(apart):
-            if tensor.requires_grad:
-                _watch(tensor, self.reached, number)
-        return self.tree(apart)
+    def look(self, roots: Sequence[Tensor]) -> None:
+        """A backward begins: which tensors it comes to from without (the model may have gone on with what it gives)."""
+        nodes, self._nodes = self._nodes, []
+        if not nodes:
+            return
+        inner, waiting = set[Any](), [node for node, _ in nodes]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in inner:
+                inner.add(node)
+                waiting += [following for following, _ in node.next_functions]
+        edges: list[Any] = [(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None]
+        seen = set[Any]()
+        while edges:
+            node, place = edges.pop()
+            if node in inner:
+                self.reached.update(number for number, own in enumerate(nodes) if own == (node, place))
+            elif node is not None and node not in seen:
+                seen.add(node)
+                edges += node.next_functions
+        hooked = (t.retains_grad or len(t._backward_hooks or ()) > 1 for t in self._tensors)  # (one is the engine's)
+        self.hooked, self._tensors = self.hooked or any(hooked), []
 
-    def tree(self, tensors: Sequence[Tensor]) -> Any:
-        """What a forward gives whose tensors are these."""
-        leaves = list(self._leaves)
+    def is_like(self, out: Any) -> bool:
+        """Whether a forward gives the same tensors, of which the same require grad."""
+        leaves, spec = tree_flatten(out)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if spec != self._spec or [tensor.requires_grad for tensor in tensors] != self.requires_grad:
+            return False
+        return [tensor.dtype for tensor in tensors] == [dtype for _, dtype, _ in self.kinds]
+
+    def tree(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+        """What a forward gives whose tensors are these. leaves: numbers and words beside them, in the tensors' places
+        None."""
+        leaves = list(leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         return tree_unflatten(leaves, self._spec)
-
-
-def _watch(tensor: Tensor, reached: set[int], number: int) -> None:
-    """Note whether a backward comes to a tensor."""
-    with torch._C.DisableTorchFunction():
-        tensor.register_hook(lambda grad: reached.add(number))
 
 
 def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
@@ -113,13 +143,26 @@ class ForwardProgram(StepProgram):
         self.reached = sorted(example.reached)
         generator, weights = torch.Generator().manual_seed(0), []
         for number in self.reached:
-            shape, dtype, device = example.kinds[number]
-            rows = () if example.dim(number) is None else (batch.size, shape.numel() // example.batch)
-            weights.append(torch.randn(rows, generator=generator).to(device, dtype))
+            if example.dim(number) is not None:
+                shape, dtype, device = example.kinds[number]
+                rows = torch.randn(batch.size, shape.numel() // example.batch, generator=generator)
+                weights.append(rows.to(device, dtype))
         spec = tree_flatten((batch.tree(leaves), weights))[1]
-        whole = Batch(spec, (*batch.by_sample, *(weight.dim() > 0 for weight in weights)), batch.size)
+        whole = Batch(spec, (*batch.by_sample, *[True] * len(weights)), batch.size)
+        self.count = 0  # of its forwards
+        self._told: dict[int, Any] = {}  # what the forward gives beside numbers in tensors, by the number of samples
         self._given = sum(isinstance(leaf, Tensor) for leaf in leaves)  # tensors among the arguments
-        super().__init__(engine, module, whole, [*leaves, *weights], mean, pool=pool)
+        state = ModuleState(engine.model)
+        try:
+            super().__init__(engine, module, whole, [*leaves, *weights], mean, pool=pool)
+            if changed := state.changed():
+                raise GraphError(f"the forward writes to {changed}, which a replay would not: give it as an output")
+        finally:
+            state.restore()
+        told = self._told.pop(batch.size)
+        self.leaves = told[0]
+        if any(other != told for other in self._told.values()):
+            self.only = self.only or "what it gives beside rows of samples is another for other numbers of samples"
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
         self.guards = Guards(engine.model, constants, self.written)
 
@@ -138,7 +181,13 @@ class ForwardProgram(StepProgram):
         no autocast."""
         (args, kwargs), weights = self.batch.tree(leaves)
         torch.clear_autocast_cache()  # or weights that were cast before would pass for constants
-        out = tensors_of(self._module(*args, **kwargs))
+        given = self._module(*args, **kwargs)
+        out = tensors_of(given)
+        if not self.example.is_like(given):
+            raise StaleExample("the forward gives other outputs than before")
+        told = leaves_of(given), [self._shape(number, tensor) for number, tensor in enumerate(out)]
+        if self._told.setdefault(self.batch.size, told) != told:
+            raise GraphError("the forward gives other numbers each time, or tensors of other shapes")
         seam = _RECORDING[-1].begin_backward(out) if _RECORDING else None
         with contextlib.ExitStack() as stack:
             for kind in autocast_kinds():
@@ -151,14 +200,26 @@ class ForwardProgram(StepProgram):
             loss.backward()  # type: ignore[no-untyped-call]
         return losses
 
+    def _shape(self, number: int, tensor: Tensor) -> list[int]:
+        """The shape of an output, but for the samples' dimension."""
+        layout, shape = self.example.layouts[number], list(tensor.shape)
+        if layout is not None and not layout.mixed:
+            del shape[layout.dim]
+        return shape
+
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """What the forward gives whose tensors are these."""
+        return self.example.tree(tensors, self.leaves)
+
     def _weighted(self, outputs: dict[int, Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The samples' losses, and what the backward begins with."""
         parts: list[Tensor] = []
         totals: list[Tensor] = []
-        for (number, output), weight in zip(outputs.items(), weights, strict=True):
+        for number, output in outputs.items():
             if (dim := self.example.dim(number)) is None:
-                totals.append(output * weight)
+                totals.append(output * _WEIGHT)
             else:
+                weight = weights[len(parts)]
                 parts.append((output.movedim(dim, 0).reshape(weight.shape) * weight).sum(1))
         if parts:
             losses = sum(parts[1:], parts[0])
@@ -197,6 +258,11 @@ class ForwardProgram(StepProgram):
 def tensors_of(out: Any) -> list[Tensor]:
     """The tensors that a forward gives."""
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+def leaves_of(out: Any) -> list[Any]:
+    """What a forward gives, with None in the places of tensors."""
+    return [None if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(out)]
 
 
 def _note(tensor: Tensor, seam: Seam, number: int) -> None:

@@ -6,7 +6,7 @@ import enum
 import functools
 import random
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy
@@ -27,24 +27,45 @@ _KINDS = (
     bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, enum.Enum,
     functools.partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
-_OWN = frozenset(nn.Module().__dict__)  # of every module: looked at in other ways
-_DEPTH = 3
+OWN = frozenset(nn.Module().__dict__)  # of every module: looked at in other ways
+_DEPTH, _LARGEST = 6, 1 << 12
 Notes = list[dict[str, Any]]  # of each module, what its attributes are as far as that can be compared
 
 
 def _comparable(value: Any, met: list[Any], depth: int = 0) -> Any:
-    """A value as what can be compared: a number, a word or a function with its type, and lists and dicts of such. What
-    cannot (a tensor, an object) is not looked at. met: takes the lists and dicts."""
+    """A value as what can be compared: a number, a word or a function with its type; lists, dicts and configurations of
+    such. What cannot (a tensor, another object) is not looked at. met: takes the lists and dicts."""
     if isinstance(value, _KINDS):
         return type(value), value
-    if depth < _DEPTH and type(value) is dict:
+    if isinstance(value, set | frozenset | numpy.ndarray):
+        met.append(value)
+        return type(value), _numbers_of(value)
+    if depth < _DEPTH and isinstance(value, dict):
         met.append(value)
         return {key: _comparable(each, met, depth + 1) for key, each in value.items()}
     if depth < _DEPTH and type(value) in (list, tuple):
         if type(value) is list:
             met.append(value)
         return [_comparable(each, met, depth + 1) for each in value]
+    if depth < _DEPTH and is_plain_object(value):
+        return type(value), _comparable(value.__dict__, met, depth + 1)
     return None
+
+
+def _numbers_of(value: Any) -> Any:
+    """What a set or an array of NumPy holds, as far as that is worth a look at every step."""
+    if isinstance(value, numpy.ndarray):
+        return (value.shape, value.tobytes()) if value.dtype != object and value.nbytes <= _LARGEST else None
+    return frozenset(value) if len(value) <= _LARGEST else None
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object that holds numbers, words and such: a configuration, as a rule."""
+    held = getattr(value, "__dict__", None)
+    others = *_KINDS, dict, list, tuple, set, frozenset, nn.Module, Tensor, types.ModuleType
+    if type(held) is not dict or isinstance(value, others):
+        return False
+    return all(isinstance(each, (*_KINDS, dict, list, tuple)) for each in held.values())
 
 
 def notes_of(model: nn.Module) -> Notes:
@@ -54,7 +75,7 @@ def notes_of(model: nn.Module) -> Notes:
 
 def _attributes(module: nn.Module, met: list[Any]) -> dict[str, Any]:
     found = module.__dict__.items()
-    return {name: _comparable(value, met) for name, value in found if name not in _OWN or name == "forward"}
+    return {name: _comparable(value, met) for name, value in found if name not in OWN or name == "forward"}
 
 
 def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
@@ -68,10 +89,10 @@ def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
 
 
 class _ObjectSnapshot:
-    """The objects in dicts and lists, compared by identity, as csrc/python/snapshot.cpp does. They are kept alive, so
-    that no other object has their ids."""
+    """The objects in dicts and lists, compared by identity. They are kept alive, so that no other object has their
+    ids."""
 
-    def __init__(self, owners: Sequence[Any]) -> None:
+    def __init__(self, owners: list[Any]) -> None:
         self._owners = owners
         self._alive = [self._values(owner) for owner in owners]
 
@@ -81,16 +102,13 @@ class _ObjectSnapshot:
 
     def unchanged(self) -> bool:
         """Whether all are the very objects that they were, in the same order."""
+        if not isinstance(module := native(), str):
+            return bool(module.objects_unchanged(self._owners, self._alive))
         for owner, values in zip(self._owners, self._alive, strict=True):
             now = self._values(owner)
             if len(now) != len(values) or any(a is not b for a, b in zip(now, values, strict=True)):
                 return False
         return True
-
-
-def _snapshot(owners: list[Any]) -> Any:
-    module = native()
-    return _ObjectSnapshot(owners) if isinstance(module, str) else module.ObjectSnapshot(owners)
 
 
 class Guards:
@@ -142,16 +160,18 @@ class Guards:
         own = [module.__dict__ for _, module, _ in self._modules]
         self._dicts = [*own, *[each for each in met if isinstance(each, dict)]]
         self._lists = [each for each in met if isinstance(each, list)]
+        self._values = [each for each in met if not isinstance(each, dict | list)]
         self._empty = [found for found in dicts if not found]
         self._filled = [found for found in dicts if found]
         self._places = [getattr(module, name) for _, module, _ in self._modules for name in _PLACES]
-        self._snapshot = _snapshot([*self._dicts, *self._filled, *self._lists])
+        self._snapshot = _ObjectSnapshot([*self._dicts, *self._filled, *self._lists])
         self._seen = self._glance()
         return notes
 
     def _glance(self) -> list[Any]:
         return [
             any(self._empty), list(map(len, self._places)), [type(module).forward for _, module, _ in self._modules],
+            list(map(_numbers_of, self._values)),
         ]  # fmt: skip
 
     def held(self) -> dict[str, Tensor]:
@@ -159,6 +179,12 @@ class Guards:
         return {full: tensor for _, _, full, tensor, _, _ in self._held}
 
     def changed(self) -> str:
+        """What is another, of the model or of torch."""
+        other = "" if _state_of_torch() == self._torch else "autocast, or another mode of torch, is another"
+        return self.model_changed() or other
+
+    def model_changed(self) -> str:
+        """What is another of the model."""
         for place, name, full in self._absent:
             if place.get(name) is not None:
                 return f"'{full}' was None"
@@ -179,7 +205,7 @@ class Guards:
             now = owner.get(key) if isinstance(owner, dict) else owner[key] if key < len(owner) else None
             if now is not tensor:
                 return f"a tensor that a module keeps ('{key}') is another"
-        return "" if _state_of_torch() == self._torch else "autocast, or another mode of torch, is another"
+        return ""
 
     def _differs(self, number: int) -> str:
         """What is another of a module, "" if nothing is."""

@@ -43,7 +43,9 @@ class Halves:
         source = Source(program.operations, program.read, program.held, program.device)
         taken = {slot.number for slot in (*results, *slots_in(*((op.args, op.kwargs) for op in operations)))}
         made = {slot.number for op in program.operations[:seam] for slot in slots_in(op.out)}
-        saved = sorted(number for number in taken & made if not source.is_fixed(number))
+        saved = sorted(number for number in taken & made if source.fixed(number) is None)
+        # parameters, buffers and constants that the backward takes
+        self.fixed = [tensor for number in sorted(taken) if (tensor := source.fixed(number)) is not None]
         self.of_inputs = sorted(taken & set(range(inputs)))  # numbers of the inputs that the backward takes
         front = range(seam), range(inputs), [*self._outputs, *map(Slot, saved)]
         self._forward, self.run_apart = source.function(*front), source.function(*front, apart=True)

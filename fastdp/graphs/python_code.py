@@ -90,9 +90,9 @@ class Source:
         exec(compile(source, "<a step of fastdp>", "exec"), self._names)
         return self._names.pop("run")  # type: ignore[no-any-return]
 
-    def is_fixed(self, number: int) -> bool:
-        """Whether a slot is looked up once: of a parameter, a buffer, a constant, or a view of one."""
-        return number in self._fixed
+    def fixed(self, number: int) -> Tensor | None:
+        """The tensor of a slot that is looked up once, a parameter, a buffer, a constant or a view of one, or None."""
+        return self._fixed.get(number)
 
     def _lines(self, place: int) -> list[str]:
         """An operation, and the comparison of what it told Python."""

@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
         changing = func in _READING or torch.Tag.data_dependent_output in func.tags
         shaping = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_places(func, given)
         frozen_out = tree_map(lambda leaf: self.slot_of_result(leaf) if isinstance(leaf, Tensor) else None, out)
-        if (changing or shaping) and any(map(self._is_of_step, given)):
+        if (changing or shaping) and any(self._is_of_step(t) or memory_of(t) in self._before for t in given):
             value = [tuple(t.shape) for t in results] if results else out
             self.read.append(Read(len(self.operations), value, _reader()))
         of_check = isinstance(kwargs.get("generator"), torch.Generator)

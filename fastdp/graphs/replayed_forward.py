@@ -17,7 +17,8 @@ from ..errors import StepError
 from ..ops.common import autocast_kinds, exactly
 from ..utils.rng_state import States, random_states, set_random_states
 from .batches import plain
-from .forward_program import ForwardProgram, tensors_of
+from .execution import differing
+from .forward_program import ForwardProgram, leaves_of, tensors_of
 from .halves import Saved
 
 
@@ -61,7 +62,23 @@ class Replay:
             for own, layout in zip(outputs, example.layouts, strict=True):
                 tag(own, None if layout is None else layout._replace(batch=self._samples))
         self._pass.backward.replays_forward()
-        return example.tree(outputs)
+        return self.program.tree(outputs)
+
+    def outputs(self) -> list[Tensor] | None:
+        """The outputs alone, as numbers; the generators are as they were. None where Python decides another way."""
+        before = random_states(self.program.device)
+        with torch._C.DisableTorchFunction():
+            outputs, _, same = self.program.halves.forward(self._inputs)
+            set_random_states(before)
+            return [self._cut(number, tensor).clone() for number, tensor in enumerate(outputs)] if same else None
+
+    def gives(self, outputs: Sequence[Tensor], out: Any) -> bool:
+        """Whether outputs of a replay are what Python gave, within rounding."""
+        with torch._C.DisableTorchFunction():
+            own = [tensor.detach() for tensor in tensors_of(out)]
+            if [tensor.shape for tensor in own] != [tensor.shape for tensor in outputs]:
+                return False
+            return not differing(self.program.program, outputs, own) and self.program.leaves == leaves_of(out)
 
     def _found(self) -> list[Tensor] | None:
         captured = self.program.captured
@@ -73,9 +90,9 @@ class Replay:
         return outputs if same else None
 
     def _versions(self) -> list[int]:
-        """Of the parameters, and of what the backward takes of the batch."""
+        """Of what the backward takes of the model and of the batch."""
         taken = [self._inputs[number] for number in self.program.halves.of_inputs]
-        return [t._version for t in (*self.program.program.held.values(), *taken) if not t.is_inference()]
+        return [t._version for t in (*self.program.halves.fixed, *taken) if not t.is_inference()]
 
     def _cut(self, number: int, tensor: Tensor) -> Tensor:
         """An output without padding, in memory that the backward does not take, and no view."""
@@ -117,11 +134,17 @@ class Replay:
                 assert program.captured is not None
                 data = program.captured.backward(given, saved)
                 lasting = functools.partial(program.captured.check, program.captured.number)
+            self._given = None
         backward.take(program.of_backward(data, self._samples, lasting))
 
     def _again(self, grads: dict[int, Tensor]) -> None:
         """Run the forward again by Python, as checkpointing does, and go through that."""
         self._told_again()
+        if changed := self.program.guards.model_changed():
+            raise StepError(
+                f"the loss takes other outputs of the model than before, and the model was changed since it gave them "
+                f"({changed}), so that its forward cannot be made again. Change it after the backward"
+            )
         args, kwargs = self._given
         layouts = [tag_of(tensor, self._pass.batch) for tensor in nested_tensors(self._given)]
         forward: Any = self._pass.engine

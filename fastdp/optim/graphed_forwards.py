@@ -19,18 +19,24 @@ from ..distributed.world import refuse_several
 from ..engine import loss_tracking
 from ..engine.module_hooks import ModuleHook
 from ..engine.per_sample import PerSampleGradients
-from ..errors import FastDPError, GraphError
+from ..errors import GraphError
 from ..graphs import recording
-from ..graphs.batches import Batch, copies, odd_leaf, ordered, shape_of
+from ..graphs.batches import Batch, copies, odd_leaf, shape_of
 from ..graphs.cuda_graph import Pool, device_of
-from ..graphs.forward_program import ForwardProgram, Outputs, tensors_of
+from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, tensors_of
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import device_of_model
 
 RECORDINGS = 24  # at most: each holds a forward and backward of one shape
 _FIRST = "a shape that was not met before, or not often"
 _ENOUGH = 2  # a shape is recorded when it is met that often
-_CHANGES = 3  # times, at most, that a shape is recorded anew as the loss takes other outputs
+_CHECK = "compared with a replay"
+_UNSEEN = (
+    "Python gives other outputs than a replay, so the forward depends on something that changes beside its arguments, "
+    "parameters and buffers (a number kept outside of the modules, say): pass it as an argument"
+)
+_SHAPES = 256  # of which it is noted how often they are met
+_CHANGES = 3  # times, at most, that a shape is recorded anew as the loss takes other outputs, or for one change
 _FILLED = 0.75  # of a recorded size, at least, so that its padding is worth less than a recording of its own
 
 
@@ -44,21 +50,40 @@ class Shape:
         self.exactly = False  # whether batches of other sizes are not to be padded
         self.refused = ""  # why it is not recorded
         self.due: Callable[[], ForwardProgram] | None = None  # to be recorded, once no backward waits
+        self.changes = Counter[str]()  # of the model, for which no recording served
         self.again = 0  # how often the loss took other outputs than before
 
 
-class GraphedForward:
-    """Stands in the place of a module's `forward`, whose signature it has. Copies and pickles have the module's own."""
+class GraphedCall:
+    """What torch calls for a module (in the place where it keeps compiled code, which copies do not have)."""
 
-    def __init__(self, graphed: GraphedForwards, module: nn.Module) -> None:
-        functools.update_wrapper(self, module.forward)
-        self.plain, self._graphed, self._module = module.forward, graphed, weakref.ref(module)
+    def __init__(self, graphed: GraphedForwards, path: str, module: nn.Module) -> None:
+        self._graphed, self._path, self._module = graphed, path, weakref.ref(module)
+        self.before = module._compiled_call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._graphed.forward(self, args, kwargs)
+        module = self._module()
+        assert module is not None
+        prepared = self._graphed.prepared(self._path, module, args, kwargs)
+        if prepared is None:
+            return module._call_impl(*args, **kwargs)
+        own, plain = module.__dict__.get("forward"), module.forward
 
-    def __reduce__(self) -> Any:
-        return getattr, (self._module(), "forward")  # of a copy that is not made yet: its class's
+        def back() -> None:
+            if own is not None:
+                module.__dict__["forward"] = own
+            else:
+                module.__dict__.pop("forward", None)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            back()
+            return self._graphed.forward(prepared, plain, args, kwargs)
+
+        module.__dict__["forward"] = forward  # for this call: hooks run around it
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            back()
 
 
 class Prepared:
@@ -87,21 +112,21 @@ class GraphedForwards:
         self._forward = engine.graph_forwards(self)
         self._shapes: dict[Any, Shape] = {}
         self._fixed: dict[str, set[int]] = {}
-        self._placed: dict[int, GraphedForward] = {}
-        self._prepared: Prepared | None = None
+        self._calls: dict[int, tuple[nn.Module, GraphedCall]] = {}
+        self._last: Outputs | None = None  # what the last forward by Python gave
         self._busy = False
         self.replayed = self.eager = 0
         self.reasons = Counter[str]()
 
     def remove(self) -> None:
-        """Give the modules their own forwards."""
-        for placed in self._placed.values():
-            module = placed._module()
-            if module is not None and module.__dict__.get("forward") is placed:
-                del module.forward
-                if module.forward != placed.plain:
-                    module.forward = placed.plain
-        self._placed = {}
+        """Let torch call the modules again."""
+        for module, call in self._calls.values():
+            if module._compiled_call_impl is call:
+                del module._compiled_call_impl
+                if call.before is not None:
+                    module._compiled_call_impl = call.before
+        self._calls = {}
+        self._shapes = {}
         self._forward.graphed = None
 
     def told(self) -> str:
@@ -112,37 +137,46 @@ class GraphedForwards:
 
     # ------------------------------------------------------------------ before a forward
 
-    def prepare(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """An outermost forward is about to begin: record it, if it is time to."""
-        self._prepared = None
-        if self._busy or recording() or self._forward.runs_again():
+    def seen(self, path: str, module: nn.Module) -> None:
+        """An outermost forward of a module begins: replay those that follow."""
+        if id(module) in self._calls or self._busy or recording() or self._forward.runs_again():
             return
+        if module._compiled_call_impl in (None, module._call_impl):
+            call = GraphedCall(self, path, module)
+            self._calls[id(module)] = module, call
+            module._compiled_call_impl = call
+            self._goes_eagerly(_FIRST, warns=False)
+
+    def prepared(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Prepared | None:
+        """What is known of a call of a module, after it was recorded if it is time to. None where it is not replayed,
+        whatever it is given."""
+        if self._busy or recording() or not self._forward.begins_pass() or torch._C._get_tracing_state() is not None:
+            return None
         try:
             self._record_due()
-            self._prepared = self._known(path, module, args, kwargs)
+            return self._known(path, module, args, kwargs)
         except GraphError as why:
             self._goes_eagerly(str(why))
+            return None
 
     def _known(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Prepared | None:
-        leaves, spec = tree_flatten(ordered((args, kwargs)))
+        leaves, spec = tree_flatten((args, kwargs))
         self._check(module, leaves)
         samples = self._forward.batching.samples(args, kwargs)
         if samples < 2:
             raise GraphError("of one sample alone, nothing tells samples from constants")
-        fixed = self._fixed.setdefault(path, set())
-        key = (path, spec, shape_of(leaves, samples, fixed))
+        key = (path, spec, shape_of(leaves, samples, self._fixed.setdefault(path, set())))
+        if len(self._shapes) > _SHAPES:  # of arguments that change every time, mostly
+            self._shapes = {key: shape for key, shape in self._shapes.items() if shape.programs}
         shape = self._shapes.setdefault(key, Shape())
-        if id(module) not in self._placed:
-            self._placed[id(module)] = GraphedForward(self, module)
-            module.forward = self._placed[id(module)]
-            self._goes_eagerly(_FIRST, warns=False)  # (torch has looked up the module's forward already)
-            return None
         if shape.refused:
             raise GraphError(shape.refused)
         program = self._fitting(shape, samples)
         if program is None:
             size = samples if shape.exactly else bucket(samples)
             shape.met[size] += 1
+            if shape.example is not None and shape.example.hooked:
+                raise GraphError("an output has a hook, or retains its gradient, of which a replay has only a part")
             if shape.met[size] >= _ENOUGH and shape.example is not None and shape.example.reached:
                 by_sample = [isinstance(leaf, Tensor) and kind[2] for leaf, kind in zip(leaves, key[2], strict=True)]
                 own = Batch(spec, tuple(by_sample), size)
@@ -161,15 +195,25 @@ class GraphedForwards:
             raise GraphError("explain(profile=True) measures every use")
         if odd := odd_leaf(leaves):
             raise GraphError(f"the model is given a {odd}")
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        tensors = tensors_of(leaves)
+        if any(tensor.requires_grad for tensor in tensors):
             raise GraphError("the model is given a tensor that requires grad")
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            raise GraphError("the model is given sparse numbers")
 
     def _fitting(self, shape: Shape, samples: int) -> ForwardProgram | None:
+        changed = ""
         for program in shape.programs:
             size = program.batch.size
             if size == samples or (not program.only and size > samples >= _FILLED * size):
-                if not program.guards.changed():
+                changed = program.guards.changed()
+                if not changed:
                     return program
+        if changed:
+            shape.changes[changed] += 1
+            if shape.changes[changed] > _CHANGES:
+                shape.refused = f"{changed} again and again"
+                raise GraphError(shape.refused)
         return None
 
     def _may_record(self) -> bool:
@@ -196,7 +240,10 @@ class GraphedForwards:
                 raise GraphError(f"'{others[0]}' requires grad and is not this optimizer's")
             example = batch.of_size(copies(leaves), batch.size)
             program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
-        except (FastDPError, RuntimeError, ValueError, IndexError) as problem:
+        except StaleExample:
+            shape.example = None
+            raise
+        except Exception as problem:
             shape.refused = str(problem)
             raise GraphError(shape.refused) from problem
         finally:
@@ -209,33 +256,59 @@ class GraphedForwards:
 
     # ------------------------------------------------------------------ the forward
 
-    def forward(self, placed: GraphedForward, args: Any, kwargs: Any) -> Any:
-        """Make the forward that was prepared."""
-        prepared, self._prepared = self._prepared, None
-        active = self._forward.running.active
-        if prepared is None or active is None:
-            return placed.plain(*args, **kwargs)
-        if prepared.program is not None:
-            again = functools.partial(self._takes_others, prepared.shape)
-            replay = Replay(
-                prepared.program, active, placed.plain, (args, kwargs), prepared.leaves, prepared.samples, again
-            )
-            out = replay.run()
-            if out is not None:
-                self.replayed += 1
-                return out
-            self._goes_eagerly("Python decides by the numbers of the batch another way")
-        else:
+    def forward(self, prepared: Prepared, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make the forward that was prepared. plain: the module's own."""
+        active, shape, program = self._forward.running.active, prepared.shape, prepared.program
+        if active is None:
+            return plain(*args, **kwargs)
+        if program is None:
             self._goes_eagerly(_FIRST, warns=False)
-        out = placed.plain(*args, **kwargs)
+            return self._noted(prepared, plain(*args, **kwargs), args, kwargs)
+        again = functools.partial(self._takes_others, shape)
+        replay = Replay(program, active, plain, (args, kwargs), prepared.leaves, prepared.samples, again)
+        program.count += 1
+        if _is_checked(program.count):
+            self._goes_eagerly(_CHECK, warns=False)
+            wanted, out = replay.outputs(), plain(*args, **kwargs)
+            if wanted is not None and not replay.gives(wanted, out):
+                shape.programs, shape.refused = [], _UNSEEN
+                warnings.warn(f"forwards are replayed no longer: {_UNSEEN}", stacklevel=6)
+            return out
+        out = replay.run()
+        if out is None:
+            self._goes_eagerly("Python decides by the numbers of the batch another way")
+            return self._noted(prepared, plain(*args, **kwargs), args, kwargs)
+        self.replayed += 1
+        return out
+
+    def _noted(self, prepared: Prepared, out: Any, args: Any, kwargs: Any) -> Any:
+        """What Python's forward gave, which is noted until its backward."""
+        shape = prepared.shape
         try:
             with torch._C.DisableTorchFunction():
-                example = Outputs(out, prepared.samples)
+                example = Outputs(out, prepared.samples, tensors_of((args, kwargs)))
+                now = tree_flatten((args, kwargs))[0]
+                if len(now) != len(prepared.leaves) or any(
+                    a is not b for a, b in zip(now, prepared.leaves, strict=True)
+                ):
+                    raise GraphError("the forward changes its arguments")
         except GraphError as why:
-            prepared.shape.refused = str(why)
+            if not shape.programs:
+                shape.refused = str(why)
             return out
-        prepared.shape.example = example
-        return example.watched(tensors_of(out))
+        shape.example = self._last = example
+        return out
+
+    def backward_begins(self, roots: Sequence[Tensor]) -> None:
+        """A backward begins, at these tensors."""
+        for shape in self._shapes.values():
+            if shape.example is not None:
+                shape.example.look(roots)
+
+    def gradients_asked(self) -> None:
+        """torch.autograd.grad was called, of outputs perhaps, between which a replay has no graph."""
+        if self._last is not None:
+            self._last.hooked = True
 
     def _takes_others(self, shape: Shape) -> None:
         """The loss took other outputs than when the shape was recorded: record it anew, unless that goes on."""
@@ -268,6 +341,11 @@ def _check_hooks(module: nn.Module) -> None:
                 not isinstance(getattr(hook, "__self__", None), ModuleHook) for hook in getattr(each, name).values()
             ):
                 raise GraphError(f"module '{path}' has a hook, which a replay would not call")
+
+
+def _is_checked(count: int) -> bool:
+    """Whether a recording's so-manieth forward is made by Python, too, and compared."""
+    return count in (8, 64) or count % 256 == 0
 
 
 def bucket(samples: int) -> int:
