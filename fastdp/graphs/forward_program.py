@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..batch_axis.aliasing import look
 from ..batch_axis.layout import Layout, tag_of
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
@@ -55,6 +56,8 @@ class Outputs:
         tensors = [self._leaves[place] for place in self._places]
         for place in self._places:
             self._leaves[place] = None
+        if any(type(tensor) is not Tensor for tensor in tensors):
+            raise GraphError("the forward gives a tensor of a class of its own")
         if odd := odd_leaf(self._leaves):
             remedy = " (set model.config.use_cache = False)" if "Cache" in odd else ""
             raise GraphError(f"the forward gives a {odd}, which a replay cannot make{remedy}")
@@ -96,13 +99,17 @@ class Outputs:
         hooked = (t.retains_grad or len(t._backward_hooks or ()) > 1 for t in self._tensors)  # (one is the engine's)
         self.hooked, self._tensors = self.hooked or any(hooked), []
 
-    def is_like(self, out: Any) -> bool:
-        """Whether a forward gives the same tensors, of which the same require grad."""
+    def is_like(self, out: Any, batch: int) -> bool:
+        """Whether a forward of so many samples gives the same tensors, of which the same require grad, with rows of the
+        same samples. Raises GraphError where a replay cannot make them."""
         leaves, spec = tree_flatten(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if spec != self._spec or [tensor.requires_grad for tensor in tensors] != self.requires_grad:
             return False
-        return [tensor.dtype for tensor in tensors] == [dtype for _, dtype, _ in self.kinds]
+        with torch._C.DisableTorchFunction():
+            layouts = [_layout_of(tensor, batch) for tensor in tensors]
+        known = [layout if layout is None else layout._replace(batch=batch) for layout in self.layouts]
+        return layouts == known and [tensor.dtype for tensor in tensors] == [dtype for _, dtype, _ in self.kinds]
 
     def tree(self, tensors: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         """What a forward gives whose tensors are these. leaves: numbers and words beside them, in the tensors' places
@@ -161,8 +168,10 @@ class ForwardProgram(StepProgram):
             state.restore()
         told = self._told.pop(batch.size)
         self.leaves = told[0]
-        if any(other != told for other in self._told.values()):
-            self.only = self.only or "what it gives beside rows of samples is another for other numbers of samples"
+        if any(other != told for other in self._told.values()) or None in example.layouts:
+            self.only = self.only or "what it gives beside rows of samples may be another for other numbers of samples"
+        if self.program.draws:
+            self.only = self.only or "it draws random numbers, and would draw more"
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
         self.guards = Guards(engine.model, constants, self.written)
 
@@ -183,7 +192,7 @@ class ForwardProgram(StepProgram):
         torch.clear_autocast_cache()  # or weights that were cast before would pass for constants
         given = self._module(*args, **kwargs)
         out = tensors_of(given)
-        if not self.example.is_like(given):
+        if not self.example.is_like(given, self.batch.size):
             raise StaleExample("the forward gives other outputs than before")
         told = leaves_of(given), [self._shape(number, tensor) for number, tensor in enumerate(out)]
         if self._told.setdefault(self.batch.size, told) != told:
@@ -231,6 +240,20 @@ class ForwardProgram(StepProgram):
         if any(self.example.dim(number) is None for number in self.reached):
             return "the model computes a loss of all samples"
         return super()._differs_padded(leaves, samples)
+
+    def may_be_given(self, leaves: Sequence[Any], samples: int) -> bool:
+        """Whether, by what is known of memory, arguments hold one row for each sample, or are constants, as they did
+        when it was recorded; and the model's buffers and constants nothing of the batch."""
+        with torch._C.DisableTorchFunction():
+            for leaf, by in zip(leaves, self.arguments.by_sample, strict=True):
+                if isinstance(leaf, Tensor):
+                    layout = look(leaf, tag_of(leaf, samples), samples)
+                    if layout is None if by else layout is not None:
+                        return False
+                    if by and layout != Layout(samples):
+                        return False
+            held = [t for t in self.program.held.values() if not isinstance(t, torch.nn.Parameter)]
+            return all(look(tensor, tag_of(tensor, samples), samples) is None for tensor in held)
 
     def _gives_the_same(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> bool:
         """Whether two halves give what the recorded steps gave."""

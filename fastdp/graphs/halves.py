@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import GraphError
 from .cuda_graph import NotCaptured, Pool, in_a_row, warm_and_capture, why_not_captured
 from .program import Cut, Program
-from .python_code import Source, slots_in
+from .python_code import Source, plainly, slots_in
 from .recorder import Slot
 
 Saved = list[Tensor]  # what a forward leaves to its backward
@@ -63,13 +63,13 @@ class Halves:
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Saved, bool]:
         """The outputs, what the backward takes, and whether all that Python read is as it was."""
-        with torch.no_grad():
+        with plainly():
             found, same = self._forward(*inputs)
         return (*self.split(found, inputs), same) if same else ([], [], False)
 
     def backward(self, gradients: Sequence[Tensor], saved: Saved) -> list[Tensor]:
         """The data of uses. saved: is emptied."""
-        with torch.no_grad():
+        with plainly():
             data: list[Tensor] = self._backward(*gradients, *([saved] if saved else []))[0]
         return data
 

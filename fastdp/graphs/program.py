@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import GraphError
-from .python_code import Source, slots_in
+from .python_code import Source, plainly, slots_in
 from .recorder import Operation, Read, Recorder, Seam, Slot, memory_of
 from .view_folding import without_detours
 
@@ -136,7 +136,7 @@ class Program:
         """See above."""
         if self._run is None:
             self._run = self._compiled()
-        with torch.no_grad():
+        with plainly():
             found: tuple[list[Tensor], bool] = self._run(*inputs)
         return found
 
@@ -144,7 +144,7 @@ class Program:
         """The outputs, and what numbers are to be read of (`is_same`): for devices, which this does not wait for."""
         if self._run_apart is None:
             self._run_apart = self._compiled(apart=True)
-        with torch.no_grad():
+        with plainly():
             found: tuple[list[Tensor], list[Tensor]] = self._run_apart(*inputs)
         return found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ _DIRECTLY = {
     aten.add.Tensor: "add({0}, {1})",
     aten.mul.Tensor: "mul({0}, {1})",
 }
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Within it calls are what they were recorded as: without autograd, and not cast once more by autocast."""
+    with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+        yield
 
 
 def slots_in(*values: Any) -> list[Slot]:

@@ -44,14 +44,35 @@ class Shape:
     """Forwards whose arguments differ in the number of samples alone."""
 
     def __init__(self) -> None:
-        self.met = Counter[int]()  # by the size that would be recorded
-        self.example: Outputs | None = None  # what the last forward gave
+        self.met = Counter[int]()  # by the number of samples
+        self.noted: Outputs | None = None  # what the last forward by Python gave
+        self.example: Outputs | None = None  # the same, of the last through which a backward went
         self.programs: list[ForwardProgram] = []
         self.exactly = False  # whether batches of other sizes are not to be padded
         self.refused = ""  # why it is not recorded
+        self.waited, self.patience = 0, 64  # forwards since, and how many until it is tried again
         self.due: Callable[[], ForwardProgram] | None = None  # to be recorded, once no backward waits
         self.changes = Counter[str]()  # of the model, for which no recording served
         self.again = 0  # how often the loss took other outputs than before
+
+    def size_to_record(self, samples: int) -> int:
+        """The size that is worth a recording as a batch of so many samples comes; 0 if none is yet."""
+        self.met[samples] += 1
+        if self.met[samples] >= _ENOUGH:
+            return samples
+        size = bucket(samples)
+        close = sum(count for number, count in self.met.items() if bucket(number) == size)
+        return 0 if self.exactly or close < 2 * _ENOUGH else size
+
+    def is_refused(self) -> bool:
+        """Whether it is not to be recorded now: what was in the way may be gone after a while."""
+        if not self.refused:
+            return False
+        self.waited += 1
+        if self.waited < self.patience:
+            return True
+        self.refused, self.waited, self.patience = "", 0, 2 * self.patience
+        return False
 
 
 class GraphedCall:
@@ -169,15 +190,14 @@ class GraphedForwards:
         if len(self._shapes) > _SHAPES:  # of arguments that change every time, mostly
             self._shapes = {key: shape for key, shape in self._shapes.items() if shape.programs}
         shape = self._shapes.setdefault(key, Shape())
-        if shape.refused:
+        if shape.is_refused():
             raise GraphError(shape.refused)
         program = self._fitting(shape, samples)
         if program is None:
-            size = samples if shape.exactly else bucket(samples)
-            shape.met[size] += 1
             if shape.example is not None and shape.example.hooked:
                 raise GraphError("an output has a hook, or retains its gradient, of which a replay has only a part")
-            if shape.met[size] >= _ENOUGH and shape.example is not None and shape.example.reached:
+            size = shape.size_to_record(samples)
+            if size and shape.example is not None:
                 by_sample = [isinstance(leaf, Tensor) and kind[2] for leaf, kind in zip(leaves, key[2], strict=True)]
                 own = Batch(spec, tuple(by_sample), size)
                 if self._may_record():
@@ -200,6 +220,8 @@ class GraphedForwards:
             raise GraphError("the model is given a tensor that requires grad")
         if any(tensor.layout != torch.strided for tensor in tensors):
             raise GraphError("the model is given sparse numbers")
+        if any(type(t) is not Tensor or any(not name.startswith("_fastdp") for name in t.__dict__) for t in tensors):
+            raise GraphError("the model is given a tensor of a class of its own, or with attributes")
 
     def _fitting(self, shape: Shape, samples: int) -> ForwardProgram | None:
         changed = ""
@@ -261,6 +283,9 @@ class GraphedForwards:
         active, shape, program = self._forward.running.active, prepared.shape, prepared.program
         if active is None:
             return plain(*args, **kwargs)
+        if program is not None and not program.may_be_given(prepared.leaves, prepared.samples):
+            self._goes_eagerly("an argument, a buffer or a constant holds other rows than one for each sample")
+            return plain(*args, **kwargs)
         if program is None:
             self._goes_eagerly(_FIRST, warns=False)
             return self._noted(prepared, plain(*args, **kwargs), args, kwargs)
@@ -296,14 +321,17 @@ class GraphedForwards:
             if not shape.programs:
                 shape.refused = str(why)
             return out
-        shape.example = self._last = example
+        shape.noted = self._last = example
         return out
 
     def backward_begins(self, roots: Sequence[Tensor]) -> None:
         """A backward begins, at these tensors."""
         for shape in self._shapes.values():
-            if shape.example is not None:
-                shape.example.look(roots)
+            if shape.noted is not None:
+                shape.noted.look(roots)
+                if shape.noted.reached:
+                    shape.example = shape.noted
+                shape.noted = None
 
     def gradients_asked(self) -> None:
         """torch.autograd.grad was called, of outputs perhaps, between which a replay has no graph."""
