@@ -37,13 +37,34 @@ def graphed_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: 
     options = {"batch_size": size} if _rows(batch) != size else {}
     settings = dict(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size, **options)
     optimizer = fastdp.DPSGD(model, lr=rate, **settings)
-    other = {name: value.roll(1, 0) if isinstance(value, Tensor) and value.dim() and len(value) == size else value
-             for name, value in batch.items()}  # fmt: skip
-    step = optimizer.graphed(losses, (other,))
+    step = optimizer.graphed(losses, (_in_another_order(batch, size),))
     step(batch)
     if step.eager:
         raise fastdp.errors.GraphError(f"not replayed: {', '.join(step.reasons)}")
     optimizer.detach()
+
+
+def loop_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: float, size: int) -> None:
+    """In a plain loop, after three batches with the samples in another order and a learning rate of 0."""
+    import fastdp
+
+    settings = dict(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size, graphed=True)
+    optimizer = fastdp.DPSGD(model, lr=0.0, **settings)
+    other = _in_another_order(batch, size)
+    for number in range(4):
+        optimizer.param_groups[0]["lr"] = rate if number == 3 else 0.0
+        losses(model, batch if number == 3 else other).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = optimizer.explain().partition("replayed: ")[2]
+    if told.startswith(("0 ", "1 ")):
+        raise fastdp.errors.GraphError(f"not replayed: {told}")
+    optimizer.detach()
+
+
+def _in_another_order(batch: dict[str, Any], size: int) -> dict[str, Any]:
+    return {name: value.roll(1, 0) if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+            for name, value in batch.items()}  # fmt: skip
 
 
 def fastdp_repair(model: nn.Module) -> nn.Module:
@@ -121,6 +142,7 @@ def one_by_one(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: fl
 ENGINES: dict[str, Contender] = {
     "fastdp": Contender(fastdp_step, "fastdp", fastdp_repair),
     "fastdp-graphed": Contender(graphed_step, "fastdp", fastdp_repair),
+    "fastdp-loop": Contender(loop_step, "fastdp", fastdp_repair),
     "opacus-hooks": Contender(opacus_step("hooks"), "opacus", opacus_repair),
     "opacus-functorch": Contender(opacus_step("functorch"), "opacus", opacus_repair),
     "opacus-ghost": Contender(opacus_step("ghost"), "opacus", opacus_repair),

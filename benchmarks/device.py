@@ -28,7 +28,7 @@ from .suites import GPU, find
 from .timing import Row, append, require_kernels, show, synchronize, versions
 
 ROOT = Path(__file__).parent.parent
-CONTENDERS = ("non-private", "fastdp", "fastdp graphed", "fastdp layerwise")
+CONTENDERS = ("non-private", "fastdp", "fastdp graphed", "fastdp loop", "fastdp layerwise")
 COLUMNS = ("model", "contender", "dtype", "wall_ms", "host_ms", "device_ms", "idle", "kernels")
 ROUNDS = 7
 

@@ -57,7 +57,7 @@ dtype=${DTYPE:-bfloat16}
 caches=${CACHES:-.gpu/caches.tar.gz}
 wheels=${WHEELS:-.gpu}
 IFS=, read -ra models <<<"${MODELS:-$models}"
-IFS=, read -ra contenders <<<"${CONTENDERS:-fastdp,fastdp graphed,fastdp layerwise,opacus hooks,opacus ghost}"
+IFS=, read -ra contenders <<<"${CONTENDERS:-fastdp,fastdp graphed,fastdp loop,fastdp layerwise,opacus hooks,opacus ghost}"
 out=${OUT:-benchmarks/data} device=cuda small=()
 case $mode in
   dry-run) out=${OUT:-$(mktemp -d)} device=cpu small=(--small) ;;

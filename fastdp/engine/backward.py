@@ -81,7 +81,7 @@ class Backward:
         self.replays = Replays()
         # which elements captured calls used of each parameter since the last backward
         self.uses_of: dict[int, list[tuple[int, int]]] = {}
-        self._counted = False  # whether these are all, of the forwards that no backward has gone through
+        self.counted = False  # whether these are all, of the forwards that no backward has gone through
         self.by_group: ByGroup | None = None  # how groups of parameters are taken within backward
         self.clips: Callable[[Gradients], None] | None = None  # what takes them at its end, if nobody watches
         self._early_plans: dict[int, Plan] = {}
@@ -99,7 +99,7 @@ class Backward:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
         if self.owner is not None:
             self.owner.begins(self.open_forwards == 0)
-        self._counted = self._counted or (self.open_forwards == 0 and not self.uses_of)
+        self.counted = self.counted or (self.open_forwards == 0 and not self.uses_of)
         if self._tape is not None:
             self._doubts.take()  # of a backward that failed
         self.open_forwards += 1
@@ -118,10 +118,6 @@ class Backward:
         self.looks_at(given)
         _BEGUN[0] += 1
         self._hand_over(gradients)
-
-    def replays_forward(self) -> None:
-        """The forward that runs is a replay: not all uses are counted before the backward."""
-        self._counted = False
 
     def take(self, gradients: Gradients) -> None:
         """The gradients of a replayed forward, within the backward that goes through it."""
@@ -317,7 +313,7 @@ class Backward:
 
     def _early(self) -> LayerwiseSums | None:
         """What takes groups of parameters within this backward, if that can be."""
-        wanted = self.by_group is not None and self.on_end == self.clips and self._counted and not self.profile
+        wanted = self.by_group is not None and self.on_end == self.clips and self.counted and not self.profile
         if not wanted or self.planner.memory_budget is not None:
             return None
         assert self.by_group is not None
@@ -348,7 +344,7 @@ class Backward:
     def _finish(self) -> Gradients | None:
         tape, self._tape = self._tape, None
         self.replays.begin()
-        self.uses_of, self._counted = {}, False
+        self.uses_of, self.counted = {}, False
         self.open_forwards, doubts = max(0, self.open_forwards - 1), self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False
@@ -378,7 +374,7 @@ class Backward:
         self.whose.use(tape.people)
         with torch.no_grad(), exactly():
             gradients: Gradients
-            if tape.replayed and not uses and len(tape.replayed) == 1:
+            if tape.replayed and not uses:
                 gradients = tape.replayed[0]
             elif tape.like is not None:
                 gradients = tape.like.gradients(tape.kept, scale)

@@ -77,7 +77,7 @@ class CompiledModules:
         for module in list(model.modules()):
             if any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__):  # (fully_shard's own class)
                 self._replace(module, "forward", module._orig_mod)
-            elif module._compiled_call_impl is not None:
+            elif module._compiled_call_impl is not None and not hasattr(module._compiled_call_impl, "of_fastdp"):
                 self._replace(module, "_compiled_call_impl", module._call_impl)
         if self._undo:
             warnings.warn(

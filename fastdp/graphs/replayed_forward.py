@@ -61,7 +61,7 @@ class Replay:
             _Replayed.apply(self._pass.token, self, differ)  # type: ignore[no-untyped-call]
             for own, layout in zip(outputs, example.layouts, strict=True):
                 tag(own, None if layout is None else layout._replace(batch=self._samples))
-        self._pass.backward.replays_forward()
+        self._pass.backward.counted = False  # uses are known when the backward comes
         return self.program.tree(outputs)
 
     def outputs(self) -> list[Tensor] | None:

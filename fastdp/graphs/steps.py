@@ -17,7 +17,7 @@ from ..errors import GraphError
 from ..ops.common import exactly
 from ..ops.registry import watched
 from ..utils.rng_state import States, random_states, set_random_states
-from . import _RECORDING
+from . import _MAKING, _RECORDING
 from .batches import Batch, copies, in_turn, one_twice, plain
 from .cuda_graph import Pool
 from .execution import Example, Way, differing, way_of
@@ -64,6 +64,7 @@ class StepProgram:
         held = Guards(engine.model).held()
         outside = Outside(held, self.device)
         own = batch.of_size(leaves, batch.size)
+        _MAKING.append(self)
         try:
             self._pass(own)
             before = notes_of(engine.model)
@@ -89,6 +90,7 @@ class StepProgram:
             self.examples = [Example(each.inputs, each.outputs, each.random) for each in comparable]
             self._choose_way(compile, pool)
         finally:
+            _MAKING.pop()
             self.examples = list[Example]()  # which hold a step's data
             outside.restore()
 

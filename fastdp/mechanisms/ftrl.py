@@ -263,6 +263,7 @@ class DPFTRL(_Constructed, torch.optim.SGD):
         process_group: Any = None,
         mesh: Any = None,
         ledger: None = None,
+        graphed: bool = False,
         norms: str = "exact",
         momentum: float = 0,
         dampening: float = 0,

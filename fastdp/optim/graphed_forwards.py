@@ -20,67 +20,33 @@ from ..engine import loss_tracking
 from ..engine.module_hooks import ModuleHook
 from ..engine.per_sample import PerSampleGradients
 from ..errors import GraphError
-from ..graphs import recording
+from ..graphs import making
 from ..graphs.batches import Batch, copies, odd_leaf, shape_of
 from ..graphs.cuda_graph import Pool, device_of
 from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, tensors_of
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import device_of_model
+from .forward_shapes import CHANGES, Shape
 
 RECORDINGS = 24  # at most: each holds a forward and backward of one shape
 _FIRST = "a shape that was not met before, or not often"
-_ENOUGH = 2  # a shape is recorded when it is met that often
 _CHECK = "compared with a replay"
 _UNSEEN = (
     "Python gives other outputs than a replay, so the forward depends on something that changes beside its arguments, "
     "parameters and buffers (a number kept outside of the modules, say): pass it as an argument"
 )
 _SHAPES = 256  # of which it is noted how often they are met
-_CHANGES = 3  # times, at most, that a shape is recorded anew as the loss takes other outputs, or for one change
-_FILLED = 0.75  # of a recorded size, at least, so that its padding is worth less than a recording of its own
-
-
-class Shape:
-    """Forwards whose arguments differ in the number of samples alone."""
-
-    def __init__(self) -> None:
-        self.met = Counter[int]()  # by the number of samples
-        self.noted: Outputs | None = None  # what the last forward by Python gave
-        self.example: Outputs | None = None  # the same, of the last through which a backward went
-        self.programs: list[ForwardProgram] = []
-        self.exactly = False  # whether batches of other sizes are not to be padded
-        self.refused = ""  # why it is not recorded
-        self.waited, self.patience = 0, 64  # forwards since, and how many until it is tried again
-        self.due: Callable[[], ForwardProgram] | None = None  # to be recorded, once no backward waits
-        self.changes = Counter[str]()  # of the model, for which no recording served
-        self.again = 0  # how often the loss took other outputs than before
-
-    def size_to_record(self, samples: int) -> int:
-        """The size that is worth a recording as a batch of so many samples comes; 0 if none is yet."""
-        self.met[samples] += 1
-        if self.met[samples] >= _ENOUGH:
-            return samples
-        size = bucket(samples)
-        close = sum(count for number, count in self.met.items() if bucket(number) == size)
-        return 0 if self.exactly or close < 2 * _ENOUGH else size
-
-    def is_refused(self) -> bool:
-        """Whether it is not to be recorded now: what was in the way may be gone after a while."""
-        if not self.refused:
-            return False
-        self.waited += 1
-        if self.waited < self.patience:
-            return True
-        self.refused, self.waited, self.patience = "", 0, 2 * self.patience
-        return False
 
 
 class GraphedCall:
     """What torch calls for a module (in the place where it keeps compiled code, which copies do not have)."""
 
+    of_fastdp = True
+
     def __init__(self, graphed: GraphedForwards, path: str, module: nn.Module) -> None:
         self._graphed, self._path, self._module = graphed, path, weakref.ref(module)
-        self.before = module._compiled_call_impl
+        known = module._compiled_call_impl
+        self.before = None if isinstance(known, GraphedCall) else known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -135,7 +101,6 @@ class GraphedForwards:
         self._fixed: dict[str, set[int]] = {}
         self._calls: dict[int, tuple[nn.Module, GraphedCall]] = {}
         self._last: Outputs | None = None  # what the last forward by Python gave
-        self._busy = False
         self.replayed = self.eager = 0
         self.reasons = Counter[str]()
 
@@ -160,9 +125,10 @@ class GraphedForwards:
 
     def seen(self, path: str, module: nn.Module) -> None:
         """An outermost forward of a module begins: replay those that follow."""
-        if id(module) in self._calls or self._busy or recording() or self._forward.runs_again():
+        if id(module) in self._calls or making() or self._forward.runs_again():
             return
-        if module._compiled_call_impl in (None, module._call_impl):
+        known = module._compiled_call_impl
+        if known in (None, module._call_impl) or isinstance(known, GraphedCall):
             call = GraphedCall(self, path, module)
             self._calls[id(module)] = module, call
             module._compiled_call_impl = call
@@ -171,7 +137,7 @@ class GraphedForwards:
     def prepared(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Prepared | None:
         """What is known of a call of a module, after it was recorded if it is time to. None where it is not replayed,
         whatever it is given."""
-        if self._busy or recording() or not self._forward.begins_pass() or torch._C._get_tracing_state() is not None:
+        if making() or not self._forward.begins_pass() or torch._C._get_tracing_state() is not None:
             return None
         try:
             self._record_due()
@@ -185,14 +151,15 @@ class GraphedForwards:
         self._check(module, leaves)
         samples = self._forward.batching.samples(args, kwargs)
         if samples < 2:
-            raise GraphError("of one sample alone, nothing tells samples from constants")
+            self._goes_eagerly("of one sample alone, nothing tells samples from constants", warns=False)
+            return None
         key = (path, spec, shape_of(leaves, samples, self._fixed.setdefault(path, set())))
         if len(self._shapes) > _SHAPES:  # of arguments that change every time, mostly
             self._shapes = {key: shape for key, shape in self._shapes.items() if shape.programs}
         shape = self._shapes.setdefault(key, Shape())
         if shape.is_refused():
             raise GraphError(shape.refused)
-        program = self._fitting(shape, samples)
+        program = shape.fitting(samples)
         if program is None:
             if shape.example is not None and shape.example.hooked:
                 raise GraphError("an output has a hook, or retains its gradient, of which a replay has only a part")
@@ -223,21 +190,6 @@ class GraphedForwards:
         if any(type(t) is not Tensor or any(not name.startswith("_fastdp") for name in t.__dict__) for t in tensors):
             raise GraphError("the model is given a tensor of a class of its own, or with attributes")
 
-    def _fitting(self, shape: Shape, samples: int) -> ForwardProgram | None:
-        changed = ""
-        for program in shape.programs:
-            size = program.batch.size
-            if size == samples or (not program.only and size > samples >= _FILLED * size):
-                changed = program.guards.changed()
-                if not changed:
-                    return program
-        if changed:
-            shape.changes[changed] += 1
-            if shape.changes[changed] > _CHANGES:
-                shape.refused = f"{changed} again and again"
-                raise GraphError(shape.refused)
-        return None
-
     def _may_record(self) -> bool:
         return self._free() and not self._engine.waits_for_backward()
 
@@ -255,7 +207,7 @@ class GraphedForwards:
         assert shape.example is not None
         if sum(len(each.programs) for each in self._shapes.values()) >= RECORDINGS:
             raise GraphError(f"{RECORDINGS} forwards are recorded, and there are more: pad to fewer lengths")
-        self._busy, followed = True, loss_tracking.set_aside()
+        followed = loss_tracking.set_aside()
         try:
             _check_hooks(module)
             if others := self._engine.others():
@@ -269,7 +221,6 @@ class GraphedForwards:
             shape.refused = str(problem)
             raise GraphError(shape.refused) from problem
         finally:
-            self._busy = False
             loss_tracking.take_up(followed)
         shape.exactly = shape.exactly or bool(program.only)
         shape.programs.append(program)
@@ -344,7 +295,7 @@ class GraphedForwards:
         self._goes_eagerly("the loss took other outputs than before", warns=False)
         shape.again += 1
         shape.programs, shape.example = [], None
-        if shape.again > _CHANGES:
+        if shape.again > CHANGES:
             shape.refused = "the loss takes now these outputs, now others"
 
     def _goes_eagerly(self, why: str, warns: bool = True) -> None:
@@ -374,9 +325,3 @@ def _check_hooks(module: nn.Module) -> None:
 def _is_checked(count: int) -> bool:
     """Whether a recording's so-manieth forward is made by Python, too, and compared."""
     return count in (8, 64) or count % 256 == 0
-
-
-def bucket(samples: int) -> int:
-    """The size that is recorded for batches of so many samples: of three significant bits, at least these."""
-    step = 1 << max(samples.bit_length() - 4, 0)
-    return -(-samples // step) * step

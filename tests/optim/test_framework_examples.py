@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 def run(monkeypatch, capsys, name, *arguments):
     """What it prints."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    monkeypatch.syspath_prepend(EXAMPLES)
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out
 
