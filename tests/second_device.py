@@ -29,7 +29,15 @@ from torch.utils import cpp_extension
 import fastdp
 
 from . import cases, second_device_calls, second_device_experts
-from .second_device_graphed import GRAPHED, check_beside, check_capture, check_graphed, scaled, shifted
+from .second_device_graphed import (
+    GRAPHED,
+    check_beside,
+    check_capture,
+    check_graphed,
+    check_graphed_loop,
+    scaled,
+    shifted,
+)
 from .second_device_syncs import check_late, check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
@@ -228,6 +236,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from second_device_experts.checks("stub:1", moved)
     for name in GRAPHED:
         yield f"graphed {name}", lambda name=name: check_graphed(name, "stub:1")
+        yield f"graphed loop {name}", lambda name=name: check_graphed_loop(name, "stub:1")
     yield from second_device_calls.checks("stub:1")
     yield "noise under capture", lambda: check_capture("stub:1")
     for loss_fn in (scaled, shifted):

@@ -41,6 +41,23 @@ def check_graphed(name: str, device: str) -> None:
     assert not any(program.program.beside or program.program.read for program in step._programs.values())
 
 
+def check_graphed_loop(name: str, device: str) -> None:
+    """The same in a loop of the user's own: what is replayed there, and padded, is Python's."""
+    steps.REPLAYED.add(torch.device(device).type)
+    make, data = GRAPHED[name]
+    runs = [pair(lambda: make().to(device), "DPSGD", graphed=graphed)[0] for graphed in (False, True)]
+    for k, size in enumerate((6, 6, 6, 5, 6)):
+        given = tuple(t.to(device) for t in data(k, size))
+        (one, first), (two, second) = runs
+        torch.testing.assert_close(*(eagerly(*run, given).cpu() for run in runs), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(first.norms.cpu(), second.norms.cpu(), rtol=1e-4, atol=1e-6)
+        for p, q in zip(one.parameters(), two.parameters(), strict=True):
+            torch.testing.assert_close(p.detach().cpu(), q.detach().cpu(), rtol=1e-4, atol=1e-6)
+    graphs = runs[1][1]._privacy.graphs
+    programs = [program for shape in graphs._shapes.values() for program in shape.programs]
+    assert graphs.replayed == 3 and not any(each.program.beside or each.program.read for each in programs)
+
+
 def check_capture(device: str) -> None:
     """Noise within the capture of a user's graph is refused before it is drawn or counted."""
     on_device = torch.get_device_module(device)

@@ -118,6 +118,7 @@ def test_twenty_steps_are_bit_equal(name: str) -> None:
         assert_equal(one, two)
     assert (step.replayed, step.eager) == (20, 0)
     assert first.history == second.history and first.nonfinite_samples == second.nonfinite_samples == 0
+    assert second.explain().count("\n") > len(list(two.parameters()))  # the routes of a replay are known
 
 
 @pytest.mark.parametrize("sizes", [None, (2, 6, 8)])
