@@ -92,8 +92,8 @@ class Backward:
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self.open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
-        self._ended_once = False  # the end of this backward waits for others'
-        self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
+        # the end of this backward waits for others'; only gradients of others than parameters are asked for
+        self._ended_once = self._unasked = False
 
     def forward_begins(self) -> None:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
@@ -130,8 +130,7 @@ class Backward:
 
     def thread(self) -> int | None:
         """The thread of the forwards that the backward goes through that runs, or has failed; None where none does."""
-        tape = self._tape
-        return None if tape is None else tape.thread
+        return None if self._tape is None else self._tape.thread
 
     def forget(self) -> None:
         """Drop what the last backward left."""
@@ -366,22 +365,11 @@ class Backward:
             self.uncaptured.check_owned(uses)
         check_unwritten([*uses, *tape.kept], [*[version for _, version in held], *[each.version for each in tape.kept]])
         tape.streams.join()
-        if len(tape.replayed) > 1 or (tape.replayed and uses):
-            uses += [use for gradients in tape.replayed for use in gradients.uses]
         if tape.batch is None:
             return None  # a backward that met no tracked parameter
-        scale = float(tape.batch) if self.mean else 1.0
         self.whose.use(tape.people)
         with torch.no_grad(), exactly():
-            gradients: Gradients
-            if tape.replayed and not uses:
-                gradients = tape.replayed[0]
-            elif tape.like is not None:
-                gradients = tape.like.gradients(tape.kept, scale)
-            else:
-                device = uses[0].operand.device if uses else self.tracked.tensors()[0].device
-                gradients = Gradients(uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
-                self._before = like(tape, gradients)
+            gradients = self._joined(tape, uses, tape.batch)
             gradients.doubts = doubts
             if tape.early is not None:
                 gradients.taken = tape.early.taken
@@ -390,6 +378,18 @@ class Backward:
             if self.on_end is not None:
                 self.others.end()
         return gradients
+
+    def _joined(self, tape: ForwardRecord, uses: list[ParameterUse], batch: int) -> Gradients:
+        if len(tape.replayed) == 1 and not uses:
+            return tape.replayed[0]  # type: ignore[no-any-return]
+        scale = float(batch) if self.mean else 1.0
+        if tape.like is not None:
+            return tape.like.gradients(tape.kept, scale)  # type: ignore[no-any-return]
+        uses += [use for gradients in tape.replayed for use in gradients.uses]
+        device = (uses[0].operand if uses else self.tracked.tensors()[0]).device
+        found = Gradients(uses, batch, scale, device, self.planner, self.profile, tape.people)
+        self._before = like(tape, found)
+        return found
 
     def _hand_over(self, gradients: Gradients) -> None:
         with torch.no_grad(), exactly():
