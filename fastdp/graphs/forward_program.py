@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..batch_axis.aliasing import look
+from ..batch_axis.aliasing import look, shares
 from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.tensor_notes import was_filled
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..engine.repeated_backward import Lasting, Repeated
@@ -252,8 +253,11 @@ class ForwardProgram(StepProgram):
                         return False
                     if by and layout != Layout(samples):
                         return False
-            held = [t for t in self.program.held.values() if not isinstance(t, torch.nn.Parameter)]
-            return all(look(tensor, tag_of(tensor, samples), samples) is None for tensor in held)
+            held = self.program.held.values()
+            if was_filled() and any(shares(t) for t in held if isinstance(t, torch.nn.Parameter)):
+                return False
+            others = [t for t in held if not isinstance(t, torch.nn.Parameter)]
+            return all(look(tensor, tag_of(tensor, samples), samples) is None for tensor in others)
 
     def _gives_the_same(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> bool:
         """Whether two halves give what the recorded steps gave."""

@@ -20,7 +20,12 @@ from ..utils.rng_state import random_states, set_random_states
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 _PLACES = ("_parameters", "_buffers")
-_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 _KINDS = (
@@ -236,7 +241,7 @@ def _state_of_torch() -> tuple[Any, ...]:
         *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_kinds()],
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-        *[tuple(getattr(nn.modules.module, name).values()) for name in _GLOBAL],
+        *[tuple(getattr(nn.modules.module, name).values()) for name in GLOBAL_HOOKS],
     )  # fmt: skip
 
 

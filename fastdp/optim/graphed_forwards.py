@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
 from ..batch_axis.inputs import mark_of
@@ -24,6 +25,7 @@ from ..graphs import making
 from ..graphs.batches import Batch, copies, odd_leaf, shape_of
 from ..graphs.cuda_graph import Pool, device_of
 from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, tensors_of
+from ..graphs.guards import GLOBAL_HOOKS
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import device_of_model
 from .forward_shapes import CHANGES, Shape
@@ -313,7 +315,9 @@ def graph_forwards(privacy: Any) -> GraphedForwards:
 
 
 def _check_hooks(module: nn.Module) -> None:
-    """Raises GraphError where a module has hooks beside the engine's."""
+    """Raises GraphError where a module has hooks beside the engine's, or all modules have."""
+    if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
+        raise GraphError("all modules have a hook (register_module_forward_hook), which a replay would not call")
     for path, each in module.named_modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             if any(

@@ -33,6 +33,7 @@ class Model(nn.Module):
         self.up, self.head, self.own = nn.Linear(D, 8), nn.Linear(8, CLASSES), forward
         self.alpha, self.config = 1.0, types.SimpleNamespace(alpha=1.0, kinds={"b": [1.0]})
         self.register_buffer("shift", torch.zeros(D))
+        self.frozen = nn.Parameter(torch.zeros(D), requires_grad=False)
 
     def rows(self, x: Tensor) -> Tensor:
         return F.gelu(self.up(x)).mean(1)
@@ -121,6 +122,15 @@ def buffer_filled(m: Model, k: int) -> Tensor:
     h = m.up(batch(k)[0]).detach()
     if k >= FROM:
         m.shift.copy_(h.mean((0, 1))[:D])
+    return loss_of(m(batch(k)[0]), k)
+
+
+def frozen_filled(m: Model, k: int) -> Tensor:
+    """A frozen parameter in the place of the buffer."""
+    h = m.up(batch(k)[0]).detach()
+    if k >= FROM:
+        with torch.no_grad():
+            m.frozen.copy_(h.mean((0, 1))[:D])
     return loss_of(m(batch(k)[0]), k)
 
 
@@ -226,6 +236,7 @@ CHANGES = {
     "weights that mix samples": (weighted, weights_in_the_loss),
     "an argument that mixes samples": (lambda m, h: m.head(F.gelu(h).mean(1)), argument_centred),
     "a buffer that holds the batch": (lambda m, x: plain(m, x + m.shift), buffer_filled),
+    "a frozen parameter that holds the batch": (lambda m, x: plain(m, x + m.frozen), frozen_filled),
     "an output that begins to require grad": (with_hidden, hidden_frozen_at_first),
     "unfrozen": (plain, later(unfrozen)),
     "a configuration": (of_config, later(lambda m: setattr(m.config, "alpha", 3.0))),
