@@ -56,7 +56,7 @@ class Replay:
                 return None
             outputs = [self._cut(number, tensor) for number, tensor in enumerate(found)]
             del found
-            self._before = self._versions()
+            self._before, self._all_before = self._versions(), self._versions_of_all()
             differ = [outputs[number] for number, wants in enumerate(example.requires_grad) if wants]
             _Replayed.apply(self._pass.token, self, differ)  # type: ignore[no-untyped-call]
             for own, layout in zip(outputs, example.layouts, strict=True):
@@ -92,7 +92,11 @@ class Replay:
     def _versions(self) -> list[int]:
         """Of what the backward takes of the model and of the batch."""
         taken = [self._inputs[number] for number in self.program.halves.of_inputs]
-        return [t._version for t in (*self.program.halves.fixed, *taken) if not t.is_inference()]
+        return _versions_of((*self.program.halves.fixed, *taken))
+
+    def _versions_of_all(self) -> list[int]:
+        """Of all that the forward took."""
+        return _versions_of((*self.program.program.held.values(), *tensors_of(self._given)))
 
     def _cut(self, number: int, tensor: Tensor) -> Tensor:
         """An output without padding, in memory that the backward does not take, and no view."""
@@ -140,10 +144,11 @@ class Replay:
     def _again(self, grads: dict[int, Tensor]) -> None:
         """Run the forward again by Python, as checkpointing does, and go through that."""
         self._told_again()
-        if changed := self.program.guards.model_changed():
+        changed = "a tensor was written to" if self._versions_of_all() != self._all_before else ""
+        if changed := changed or self.program.guards.model_changed():
             raise StepError(
-                f"the loss takes other outputs of the model than before, and the model was changed since it gave them "
-                f"({changed}), so that its forward cannot be made again. Change it after the backward"
+                "the loss takes other outputs of the model than before, and its forward cannot be made again, as things "
+                f"were changed since ({changed}). Change them after the backward"
             )
         args, kwargs = self._given
         layouts = [tag_of(tensor, self._pass.batch) for tensor in nested_tensors(self._given)]
@@ -162,6 +167,10 @@ class Replay:
         finally:
             set_random_states(after)
         torch.autograd.backward([out[number] for number in grads], list(grads.values()))
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 class _Replayed(torch.autograd.Function):
