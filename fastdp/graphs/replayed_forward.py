@@ -147,8 +147,8 @@ class Replay:
         changed = "a tensor was written to" if self._versions_of_all() != self._all_before else ""
         if changed := changed or self.program.guards.model_changed():
             raise StepError(
-                "the loss takes other outputs of the model than before, and its forward cannot be made again, as things "
-                f"were changed since ({changed}). Change them after the backward"
+                "the loss takes other outputs of the model than before, and its forward cannot be made again, as "
+                f"it was changed since ({changed}). Change it after the backward"
             )
         args, kwargs = self._given
         layouts = [tag_of(tensor, self._pass.batch) for tensor in nested_tensors(self._given)]
