@@ -174,7 +174,7 @@ class ForwardProgram(StepProgram):
         if self.program.draws:
             self.only = self.only or "it draws random numbers, and would draw more"
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
-        self.guards = Guards(engine.model, constants, self.written)
+        self.guards = Guards(engine.model, constants, None)
 
     def _choose_way(self, compile: bool, pool: Pool | None) -> None:
         gradients = [(number, *self.example.kinds[number][1:]) for number in self.reached]

@@ -37,6 +37,18 @@ _DEPTH, _LARGEST = 6, 1 << 12
 Notes = list[dict[str, Any]]  # of each module, what its attributes are as far as that can be compared
 
 
+class _Itself:
+    """An object that nothing is known of: another one is a change."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _comparable(value: Any, met: list[Any], depth: int = 0) -> Any:
     """A value as what can be compared: a number, a word or a function with its type; lists, dicts and configurations of
     such. What cannot (a tensor, another object) is not looked at. met: takes the lists and dicts."""
@@ -64,13 +76,21 @@ def _numbers_of(value: Any) -> Any:
     return frozenset(value) if len(value) <= _LARGEST else None
 
 
-def is_plain_object(value: Any) -> bool:
+def _is_known(note: Any) -> bool:
+    """Whether all that a value holds can be compared."""
+    if isinstance(note, dict):
+        return all(map(_is_known, note.values()))
+    return all(map(_is_known, note)) if isinstance(note, list) else note is not None
+
+
+def is_plain_object(value: Any, depth: int = 3) -> bool:
     """Whether a value is an object that holds numbers, words and such: a configuration, as a rule."""
     held = getattr(value, "__dict__", None)
     others = *_KINDS, dict, list, tuple, set, frozenset, nn.Module, Tensor, types.ModuleType
     if type(held) is not dict or isinstance(value, others):
         return False
-    return all(isinstance(each, (*_KINDS, dict, list, tuple)) for each in held.values())
+    simple = *_KINDS, dict, list, tuple
+    return all(isinstance(x, simple) or (depth and is_plain_object(x, depth - 1)) for x in held.values())
 
 
 def notes_of(model: nn.Module) -> Notes:
@@ -120,13 +140,15 @@ class Guards:
     """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is.
 
     constants: memory of tensors that a recording takes; written: attributes that a forward writes (the length of the
-    last batch), which tell nothing of the next.
+    last batch), which tell nothing of the next; None if it writes none: then other objects in their places are a
+    change, too.
     """
 
     def __init__(
-        self, model: nn.Module, constants: Collection[int] = (), written: Collection[tuple[int, str]] = ()
+        self, model: nn.Module, constants: Collection[int] = (), written: Collection[tuple[int, str]] | None = ()
     ) -> None:
-        self.model, self._written = model, frozenset(written)
+        self.model, self._written = model, frozenset(written or ())
+        self._of_objects = written is None
         self._modules = [(path, module, module.training) for path, module in model.named_modules()]
         self._parts = [self._part(module) for _, module, _ in self._modules]
         self._held: list[tuple[dict[str, Any], str, str, Tensor, Any, bool]] = []
@@ -160,7 +182,7 @@ class Guards:
         """What tells at a glance that nothing has changed: each module's attributes are the very objects that they
         were, and its dicts hold what they held."""
         met: list[Any] = []
-        notes = [_attributes(module, met) for _, module, _ in self._modules]
+        notes = [self._notes(module, met) for _, module, _ in self._modules]
         dicts = [getattr(module, name) for _, module, _ in self._modules for name in _HOOKS]
         own = [module.__dict__ for _, module, _ in self._modules]
         self._dicts = [*own, *[each for each in met if isinstance(each, dict)]]
@@ -172,6 +194,13 @@ class Guards:
         self._snapshot = _ObjectSnapshot([*self._dicts, *self._filled, *self._lists])
         self._seen = self._glance()
         return notes
+
+    def _notes(self, module: nn.Module, met: list[Any]) -> dict[str, Any]:
+        found = _attributes(module, met)
+        if self._of_objects:
+            held = module.__dict__
+            found |= {name: (note, _Itself(held[name])) for name, note in found.items() if not _is_known(note)}
+        return found
 
     def _glance(self) -> list[Any]:
         return [
@@ -220,7 +249,7 @@ class Guards:
         now, before = self._part(module), self._parts[number]
         if len(now) != len(before) or any(a is not b and a != b for a, b in zip(now, before, strict=True)):
             return f"module '{path}' has got or lost hooks, parameters or modules, or is of another class"
-        attributes, known = _attributes(module, []), self._attributes[number]
+        attributes, known = self._notes(module, []), self._attributes[number]
         for name in {**attributes, **known}:
             if (number, name) not in self._written and attributes.get(name) != known.get(name):
                 return f"module '{path}' has another '{name}'"

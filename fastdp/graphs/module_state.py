@@ -100,8 +100,8 @@ class ModuleState:
                 own[:] = before
                 continue
             for name in [name for name in own if name not in OWN and name not in before]:
-                del own[name]
-            own.update(before)
+                dict.__delitem__(own, name)
+            dict.update(own, before)  # (a Counter's own would add)
         for _, _, before, _, set_back in self._stateful:
             set_back(before)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
@@ -30,6 +31,7 @@ from ..graphs.replayed_forward import Replay
 from ..graphs.steps import device_of_model
 from .forward_shapes import CHANGES, Shape
 
+PAYS = 100  # forwards for each recording beyond the first: one costs some twenty of them
 RECORDINGS = 24  # at most: each holds a forward and backward of one shape
 _FIRST = "a shape that was not met before, or not often"
 _CHECK = "compared with a replay"
@@ -103,7 +105,7 @@ class GraphedForwards:
         self._fixed: dict[str, set[int]] = {}
         self._calls: dict[int, tuple[nn.Module, GraphedCall]] = {}
         self._last: Outputs | None = None  # what the last forward by Python gave
-        self.replayed = self.eager = 0
+        self.replayed = self.eager = self._tried = 0
         self.reasons = Counter[str]()
 
     def remove(self) -> None:
@@ -139,7 +141,7 @@ class GraphedForwards:
     def prepared(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Prepared | None:
         """What is known of a call of a module, after it was recorded if it is time to. None where it is not replayed,
         whatever it is given."""
-        if making() or not self._forward.begins_pass() or torch._C._get_tracing_state() is not None:
+        if making() or not self._forward.begins_pass() or _transformed():
             return None
         try:
             self._record_due()
@@ -193,6 +195,8 @@ class GraphedForwards:
             raise GraphError("the model is given a tensor of a class of its own, or with attributes")
 
     def _may_record(self) -> bool:
+        if self._tried * PAYS > self.replayed + self.eager:
+            return False
         return self._free() and not self._engine.waits_for_backward()
 
     def _record_due(self) -> None:
@@ -209,6 +213,7 @@ class GraphedForwards:
         assert shape.example is not None
         if sum(len(each.programs) for each in self._shapes.values()) >= RECORDINGS:
             raise GraphError(f"{RECORDINGS} forwards are recorded, and there are more: pad to fewer lengths")
+        self._tried += 1
         followed = loss_tracking.set_aside()
         try:
             _check_hooks(module)
@@ -312,6 +317,12 @@ def graph_forwards(privacy: Any) -> GraphedForwards:
     refuse_several(privacy.world, "graphed=True", "train without it")
     privacy.replica.refuse_parts("graphed=True")
     return GraphedForwards(privacy.engine, privacy.loss_reduction == "mean", lambda: not privacy.pending())
+
+
+def _transformed() -> bool:
+    """Whether torch traces what it calls, or transforms it (vmap, jvp)."""
+    traced = torch._C._get_tracing_state() is not None
+    return traced or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _check_hooks(module: nn.Module) -> None:

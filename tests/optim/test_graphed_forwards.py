@@ -25,6 +25,12 @@ from ..truth import norms_of, truth
 B, D, T, CLASSES = 8, 6, 5, 3
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record as soon as a shape is met again, whether that pays or not."""
+    monkeypatch.setattr(fastdp.optim.graphed_forwards, "PAYS", 0)
+
+
 class Net(nn.Module):
     """An encoder of tokens [B, T, D], with dropout, that gives logits, the rows before them, and a word."""
 
@@ -109,6 +115,14 @@ def test_a_plain_loop_is_replayed_bit_by_bit(dropout: float) -> None:
     run = both(lambda: Net(dropout), of_batches([B] * 6))
     assert (run.told.replayed, run.told.eager) == (4, 2)
     assert "replayed: 4 forwards of 6" in run.optimizer.explain()
+
+
+def test_recordings_are_made_as_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One costs as much as many forwards: of many shapes only the first is recorded at once."""
+    monkeypatch.setattr(fastdp.optim.graphed_forwards, "PAYS", 10)
+    run = both(Net, of_batches([B, B, B, 20, 20, 20, B, 20, B, B, 20, 20, 20]), exactly=False)
+    sizes = [program.batch.size for shape in run.told._shapes.values() for program in shape.programs]
+    assert sorted(sizes) == [8, 20] and run.told.replayed == 7  # the larger from the tenth forward on
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

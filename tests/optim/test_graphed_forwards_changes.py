@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import fastdp
 
-from .test_graphed_forwards import CLASSES, B, D, batch
+from .test_graphed_forwards import CLASSES, B, D, at_once, batch  # noqa: F401  (at_once is for every test)
 
 STEPS, FROM = 9, 5
 Step = Callable[[Any, int], Tensor]  # (model, number of the step) -> loss
