@@ -137,8 +137,8 @@ def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
 class ForwardProgram(StepProgram):
     """A recorded forward of one size.
 
-    module: what is called; example: what it gave, `tensors` the tensors of that; batch, leaves: an example of its
-    arguments, (args, kwargs); pool: capture the two halves as CUDA graphs. Where that does not go, a warning says why.
+    module: what is called; example: what it gave; batch, leaves: an example of its arguments, (args, kwargs); pool:
+    capture the two halves as CUDA graphs. Where that does not go, a warning says why.
 
     Raises GraphError, by name, where the forward is not a function of its arguments and the parameters alone.
     """

@@ -48,7 +48,7 @@ class Halves:
         self.fixed = [tensor for number in sorted(taken) if (tensor := source.fixed(number)) is not None]
         self.of_inputs = sorted(taken & set(range(inputs)))  # numbers of the inputs that the backward takes
         front = range(seam), range(inputs), [*self._outputs, *map(Slot, saved)]
-        self._forward, self.run_apart = source.function(*front), source.function(*front, apart=True)
+        self._forward, self._forward_apart = source.function(*front), source.function(*front, apart=True)
         slots = [self.cut.gradients[number].slot for number, *_ in gradients]
         self._backward = source.function(places, slots, results, taken=[*saved, *self.of_inputs])
         memory = frozenset().union(*(op.reads for op in operations), self.cut.results[1:])
@@ -66,6 +66,11 @@ class Halves:
         with plainly():
             found, same = self._forward(*inputs)
         return (*self.split(found, inputs), same) if same else ([], [], False)
+
+    def apart(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the forward gives, and behind it what numbers are to be read of (`Program.is_same`)."""
+        with plainly():
+            return in_a_row(self._forward_apart(*inputs))
 
     def backward(self, gradients: Sequence[Tensor], saved: Saved) -> list[Tensor]:
         """The data of uses. saved: is emptied."""
@@ -101,7 +106,7 @@ class CapturedHalves:
             raise NotCaptured(why)
         self._halves, self._pool = halves, pool
         self._inputs = [tensor.clone() for tensor in inputs]
-        self._replay, found = warm_and_capture(pool, lambda: in_a_row(halves.run_apart(*self._inputs)))
+        self._replay, found = warm_and_capture(pool, lambda: halves.apart(self._inputs))
         asked = sum(len(slots_in(op.args, op.kwargs)) for op in (program.operations[r.operation] for r in program.read))
         self._outputs, self._saved = halves.split(found[: len(found) - asked], self._inputs)
         self._asked = found[len(found) - asked :]

@@ -37,10 +37,9 @@ class Replay:
         self._given, self._samples, self._path = given, samples, forward_pass.path
         padded = program.arguments.of_size(leaves, program.batch.size)
         self._inputs = [plain(leaf) for leaf in padded if isinstance(leaf, Tensor)]
-        self._told_again, self._autocast = (
-            again,
-            {kind: torch.get_autocast_dtype(kind) for kind in autocast_kinds() if torch.is_autocast_enabled(kind)},
-        )
+        self._told_again = again
+        kinds = [kind for kind in autocast_kinds() if torch.is_autocast_enabled(kind)]
+        self._autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
         self._random: States | None = random_states(program.device) if program.program.draws else None
         self._saved: Saved | int = 0  # what the backward takes, or the number of the CUDA graph's launch
         self.over = False  # the backward has run

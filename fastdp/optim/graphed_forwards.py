@@ -338,5 +338,5 @@ def _check_hooks(module: nn.Module) -> None:
 
 
 def _is_checked(count: int) -> bool:
-    """Whether a recording's so-manieth forward is made by Python, too, and compared."""
+    """Whether the forward of this number, of one recording, is made by Python and compared."""
     return count in (8, 64) or count % 256 == 0
