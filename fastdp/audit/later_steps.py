@@ -20,6 +20,7 @@ LAGS = 64  # steps over which a momentum is followed
 NEAR = 0.02  # largest departure of a memory from none, or from a momentum's powers
 STEPS, NONE = 48, 0.2  # of the run that is compared; share of them on no sample
 SHARES = (0.03, 0.3)  # least and largest C of that run over that of the samples alone
+FINER = (3, 9)  # parts of that C at which what differs is looked at again
 ROUNDING = 1.6e-3  # of a contribution, wanted
 APART = 0.06  # of a contribution: largest distance from what the samples of a step contribute alone
 
@@ -131,9 +132,10 @@ def walked(probe: Probe) -> list[Step]:
     for chosen in (script, [part for part in script if part]):  # some scripts take no empty batch: its test says so
         with taken_or_not():
             steps = _compared(probe, chosen, norm, unit * norm)
-            if any(step.apart > APART for step in steps):  # at a third of C the weights move less
-                again = _compared(probe, chosen, norm / 3, unit * norm / 3)
-                steps = [min(pair, key=lambda step: step.apart) for pair in zip(steps, again, strict=True)]
+            for finer in FINER:  # at less of C the weights move less
+                if any(step.apart > APART for step in steps):
+                    again = _compared(probe, chosen, norm / finer, unit * norm / finer)
+                    steps = [min(pair, key=lambda step: step.apart) for pair in zip(steps, again, strict=True)]
             return steps
     return []
 
