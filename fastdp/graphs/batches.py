@@ -29,13 +29,6 @@ class Batch(NamedTuple):
         return self.changed(leaves, lambda leaf: resized(leaf, size))
 
 
-def ordered(tree: Any) -> Any:
-    """A batch with its dicts in the order of their keys."""
-    if type(tree) is dict:
-        return {key: ordered(tree[key]) for key in sorted(tree, key=str)}
-    return type(tree)(map(ordered, tree)) if type(tree) in (tuple, list) else tree
-
-
 def shape_of(leaves: Sequence[Any], samples: int, fixed: set[int]) -> tuple[Any, ...]:
     """What batches of one recording have in common. fixed: the places of tensors that once had other rows than there
     were samples; more are added."""

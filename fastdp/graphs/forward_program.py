@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..batch_axis.aliasing import look, shares
 from ..batch_axis.layout import Layout, tag_of
-from ..batch_axis.tensor_notes import was_filled
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..engine.repeated_backward import Lasting, Repeated
@@ -30,7 +28,6 @@ from .batches import Batch, odd_leaf
 from .cuda_graph import Pool
 from .guards import Guards
 from .halves import Halves, captured
-from .module_state import ModuleState
 from .recorder import Seam, memory_of
 from .steps import StepProgram
 
@@ -143,6 +140,8 @@ class ForwardProgram(StepProgram):
     Raises GraphError, by name, where the forward is not a function of its arguments and the parameters alone.
     """
 
+    writes_nothing = True
+
     def __init__(
         self, engine: PerSampleGradients, module: Callable[..., Any], example: Outputs, batch: Batch,
         leaves: Sequence[Any], mean: bool, pool: Pool | None = None,
@@ -160,13 +159,7 @@ class ForwardProgram(StepProgram):
         self.count = 0  # of its forwards
         self._told: dict[int, Any] = {}  # what the forward gives beside numbers in tensors, by the number of samples
         self._given = sum(isinstance(leaf, Tensor) for leaf in leaves)  # tensors among the arguments
-        state = ModuleState(engine.model)
-        try:
-            super().__init__(engine, module, whole, [*leaves, *weights], mean, pool=pool)
-            if changed := state.changed():
-                raise GraphError(f"the forward writes to {changed}, which a replay would not: give it as an output")
-        finally:
-            state.restore()
+        super().__init__(engine, module, whole, [*leaves, *weights], mean, pool=pool)
         told = self._told.pop(batch.size)
         self.leaves = told[0]
         if any(other != told for other in self._told.values()) or None in example.layouts:
@@ -241,23 +234,6 @@ class ForwardProgram(StepProgram):
         if any(self.example.dim(number) is None for number in self.reached):
             return "the model computes a loss of all samples"
         return super()._differs_padded(leaves, samples)
-
-    def may_be_given(self, leaves: Sequence[Any], samples: int) -> bool:
-        """Whether, by what is known of memory, arguments hold one row for each sample, or are constants, as they did
-        when it was recorded; and the model's buffers and constants nothing of the batch."""
-        with torch._C.DisableTorchFunction():
-            for leaf, by in zip(leaves, self.arguments.by_sample, strict=True):
-                if isinstance(leaf, Tensor):
-                    layout = look(leaf, tag_of(leaf, samples), samples)
-                    if layout is None if by else layout is not None:
-                        return False
-                    if by and layout != Layout(samples):
-                        return False
-            held = self.program.held.values()
-            if was_filled() and any(shares(t) for t in held if isinstance(t, torch.nn.Parameter)):
-                return False
-            others = [t for t in held if not isinstance(t, torch.nn.Parameter)]
-            return all(look(tensor, tag_of(tensor, samples), samples) is None for tensor in others)
 
     def _gives_the_same(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> bool:
         """Whether two halves give what the recorded steps gave."""

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..batch_axis import tensor_notes
+from ..batch_axis.aliasing import look, shares
+from ..batch_axis.layout import Layout, is_stale, tag, tag_of
+from ..batch_axis.tensor_notes import was_filled
 from ..engine.explain import Plan
 from ..engine.gradients import Arranged, Gradients, places_of
 from ..engine.per_sample import PerSampleGradients
@@ -22,12 +26,14 @@ from .batches import Batch, copies, in_turn, one_twice, plain
 from .cuda_graph import Pool
 from .execution import Example, Way, differing, way_of
 from .guards import Guards, Outside, changed_notes, notes_of
+from .module_state import ModuleState
 from .program import Program, recording_of
 from .recorder import Recorder, Watch
 from .use_templates import store, templates_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
 REPLAYED = {"cpu", "cuda"}
+OTHER_ROWS = "fastdp knows of other rows than one for each sample, in what it is given or in the model's memory"
 _AS_PADDED = 1e-3  # losses and norms of padded batches are within rounding of those of batches as they come
 
 
@@ -42,6 +48,12 @@ class Recorded(NamedTuple):
     random: States
 
 
+def _layout_of_input(tensor: Tensor, samples: int) -> Layout | None:
+    if tensor_notes.INPUT in tensor.__dict__ and is_stale(tensor):
+        tag(tensor, None)  # the same input again, in another step
+    return look(tensor, tag_of(tensor, samples), samples)
+
+
 class StepProgram:
     """A recorded step of one size. leaves: an example of its batch.
 
@@ -53,6 +65,8 @@ class StepProgram:
     Raises GraphError, by name, where the step is not a function of the batch and the parameters alone.
     """
 
+    writes_nothing = False  # whether the forward must not write to attributes of modules
+
     def __init__(
         self, engine: PerSampleGradients, loss_fn: LossFn, batch: Batch, leaves: Sequence[Any], mean: bool,
         compile: bool = False, pool: Pool | None = None,
@@ -62,7 +76,7 @@ class StepProgram:
         self._engine, self._loss_fn = engine, loss_fn
         self._arranged: Arranged = {}
         held = Guards(engine.model).held()
-        outside = Outside(held, self.device)
+        outside, state = Outside(held, self.device), ModuleState(engine.model)
         own = batch.of_size(leaves, batch.size)
         _MAKING.append(self)
         try:
@@ -86,6 +100,8 @@ class StepProgram:
             self.only = self.only or next((why for n in fewer if (why := self._differs_padded(leaves, n))), "")
             self._check_constants()
             self.written = changed_notes(before, notes_of(engine.model))
+            if self.writes_nothing and (changed := state.changed()):
+                raise GraphError(f"the forward writes to {changed}, which a replay would not: give it as an output")
             outside.check()
             self.examples = [Example(each.inputs, each.outputs, each.random) for each in comparable]
             self._choose_way(compile, pool)
@@ -93,6 +109,24 @@ class StepProgram:
             _MAKING.pop()
             self.examples = list[Example]()  # which hold a step's data
             outside.restore()
+            state.restore()
+
+    def may_take(self, leaves: Sequence[Any], samples: int, tagged: bool = False) -> bool:
+        """Whether, by what is known of memory, a batch holds one row for each sample, and constants, as it did when it
+        was recorded; and the model's buffers, constants and parameters nothing of a batch. tagged: all its rows are
+        known, as in a forward."""
+        with torch._C.DisableTorchFunction():
+            for leaf, by in zip(leaves, self.batch.by_sample, strict=False):
+                known = _layout_of_input(leaf, samples) if isinstance(leaf, Tensor) else None
+                if known is None and by and tagged:
+                    return False
+                if known is not None and not (by and known == Layout(samples)):
+                    return False
+            held = self.program.held.values()
+            if was_filled() and any(shares(t) for t in held if isinstance(t, nn.Parameter)):
+                return False
+            others = [t for t in held if not isinstance(t, nn.Parameter)]
+            return all(look(tensor, tag_of(tensor, samples), samples) is None for tensor in others)
 
     def _choose_way(self, compile: bool, pool: Pool | None) -> None:
         """How it is replayed, compared with the recorded examples."""

@@ -28,7 +28,7 @@ from ..graphs.cuda_graph import Pool, device_of
 from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, tensors_of
 from ..graphs.guards import GLOBAL_HOOKS
 from ..graphs.replayed_forward import Replay
-from ..graphs.steps import device_of_model
+from ..graphs.steps import OTHER_ROWS, device_of_model
 from .forward_shapes import CHANGES, Shape
 
 PAYS = 100  # forwards for each recording beyond the first: one costs some twenty of them
@@ -241,8 +241,8 @@ class GraphedForwards:
         active, shape, program = self._forward.running.active, prepared.shape, prepared.program
         if active is None:
             return plain(*args, **kwargs)
-        if program is not None and not program.may_be_given(prepared.leaves, prepared.samples):
-            self._goes_eagerly("an argument, a buffer or a constant holds other rows than one for each sample")
+        if program is not None and not program.may_take(prepared.leaves, prepared.samples, tagged=True):
+            self._goes_eagerly(OTHER_ROWS)
             return plain(*args, **kwargs)
         if program is None:
             self._goes_eagerly(_FIRST, warns=False)

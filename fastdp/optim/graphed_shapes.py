@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from ..graphs.batches import ordered, shape_of
+from ..graphs.batches import shape_of
 from ..graphs.steps import LossFn
 from .graphed_loss import Begun, ReplayedSteps
 from .graphed_step import GraphedStep, loss_of
@@ -70,6 +70,6 @@ class GraphedShapes(ReplayedSteps):
 
     def _shape_of(self, batch: Sequence[Any]) -> tuple[Any, int]:
         """What batches of one recording have in common, and the number of samples."""
-        leaves, spec = tree_flatten(ordered(tuple(batch)))
+        leaves, spec = tree_flatten(tuple(batch))
         samples = next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
         return (spec, shape_of(leaves, samples, self._fixed)), samples

@@ -20,12 +20,12 @@ from ..batch_axis.inputs import mark_of
 from ..data import loop_checks
 from ..engine.gradients import Gradients
 from ..errors import FastDPError, GraphError, StepError, VerificationError
-from ..graphs.batches import Batch, copies, odd_leaf, ordered
+from ..graphs.batches import Batch, copies, odd_leaf
 from ..graphs.cuda_graph import Pool, device_of
 from ..graphs.execution import tolerances
 from ..graphs.guards import Guards
 from ..graphs.recorder import memory_of
-from ..graphs.steps import LossFn, StepProgram, check_losses, device_of_model
+from ..graphs.steps import OTHER_ROWS, LossFn, StepProgram, check_losses, device_of_model
 from ..ops.common import exactly
 from ..utils.rng_state import States, random_states, set_random_states
 from .graphed_loss import Begun, ReplayedSteps
@@ -58,7 +58,7 @@ class GraphedStep(ReplayedSteps):
             raise GraphError("memory_budget= runs blocks again within backward, which is not recorded: leave it out")
         if privacy.engine.profile:
             raise GraphError("explain(profile=True) measures every use of a step: graph before, or without it")
-        leaves, spec = tree_flatten(ordered(tuple(example_batch)))
+        leaves, spec = tree_flatten(tuple(example_batch))
         size = _size(leaves)
         by_sample = [isinstance(t, Tensor) and t.dim() > 0 and t.size(0) == size for t in leaves]
         self._batch = Batch(spec, tuple(by and place not in fixed for place, by in enumerate(by_sample)), size)
@@ -136,7 +136,7 @@ class GraphedStep(ReplayedSteps):
     def _begin(self, batch: tuple[Any, ...]) -> Begun:
         if self._privacy.detached:
             raise StepError(loop_checks.gone(self._privacy.replaced_by))
-        leaves, spec = tree_flatten(ordered(batch))
+        leaves, spec = tree_flatten(batch)
         why, samples = self._unlike(leaves, spec)
         if why:
             return self._eagerly(batch, why)
@@ -149,6 +149,8 @@ class GraphedStep(ReplayedSteps):
             why = next(program.only for size, program in self._programs.items() if size >= samples)
             return self._eagerly(batch, f"the step is another for other numbers of samples: {why}")
         size, program = fits[0], self._programs[fits[0]]
+        if not program.may_take(leaves, samples):
+            return self._eagerly(batch, OTHER_ROWS)
         returns = program.program.draws and (program.program.read or self._verify_every)
         draws = random_states(self._device) if returns else None
         found = program.replay(self._batch.of_size(leaves, size), samples)

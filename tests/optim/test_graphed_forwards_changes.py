@@ -263,26 +263,57 @@ def test_what_goes_through_python(name: str) -> None:
     assert told_of(forward, step).replayed == 0
 
 
-def test_batches_of_a_loader_that_are_mixed_before_the_model() -> None:
-    def run(graphed: bool) -> list[Any]:
-        model, found = Model(plain), list[Any]()
-        optimizer = fastdp.DPSGD(model, lr=0.05, noise_multiplier=0.6, seed=3, graphed=graphed)
+def kept_in(name: str) -> Callable[..., Any]:
+    def change(m: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            getattr(m, name).copy_(x.mean((0, 1)))
+        return x, y
+
+    return change
+
+
+BEFORE = {
+    "nothing": lambda m, x, y: (x, y),
+    "centred": lambda m, x, y: (x - x.mean(0), y),
+    "other labels": lambda m, x, y: (x, y.flip(0)),
+    "mixed up": lambda m, x, y: ((x + x.roll(1, 0)) / 2, y),
+    "in a buffer": kept_in("shift"),
+    "in a frozen parameter": kept_in("frozen"),
+}
+
+
+@pytest.mark.parametrize("way", ["loop", "step"])
+@pytest.mark.parametrize("name", BEFORE)
+def test_batches_of_a_loader_that_are_mixed_before_the_model(name: str, way: str) -> None:
+    """Also by `optimizer.graphed`."""
+
+    def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    def run(way: str) -> list[Any]:
+        model, found = Model(lambda m, x: plain(m, x + m.shift + m.frozen)), list[Any]()
+        optimizer = fastdp.DPSGD(model, lr=0.05, noise_multiplier=0.6, seed=3, graphed=way == "loop")
         loader = fastdp.poisson_loader(TensorDataset(*batch(0, 60)), expected_batch_size=B, seed=2)
+        step = optimizer.graphed(losses, batch(1, 20), sizes=(10, 20)) if way == "step" else None
         for k, (x, y) in enumerate(loader):
+            given = BEFORE[name](model, x, y) if k == 6 else (x, y)
             try:
-                F.cross_entropy(model(x - x.mean(0) if k == 6 else x), y).backward()
-                found.append(len(optimizer.norms))
+                if step is not None:
+                    step.backward(*given)
+                else:
+                    losses(model, *given).mean().backward()
             except fastdp.errors.SampleMixingError:
-                found.append("mixes")
-                break
+                return [*found, "mixes"]
+            found.append(len(optimizer.norms))
             optimizer.step()
             optimizer.zero_grad()
+        assert step is None or (step.replayed > 0 and step.eager == 0)
         return found
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plainly, graphed = run(False), run(True)
-    assert plainly == graphed and graphed[-1] == "mixes"
+        wanted, replayed = run("plain"), run(way)
+    assert wanted == replayed and (wanted[-1] == "mixes") == (name != "nothing")
 
 
 def test_what_no_guard_sees_is_found_by_a_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

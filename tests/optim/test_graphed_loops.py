@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,23 @@ def test_a_loop_with_a_step_of_its_own(way: str) -> None:
 def texts(seed: int, length: int, size: int = B) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 11, (size, length), generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def test_the_order_of_a_batch_s_parts_is_part_of_its_shape() -> None:
+    """A loss may go by it."""
+
+    def joined(model: Any, parts: dict[str, Tensor]) -> Tensor:
+        x, y = parts.values()
+        return losses(model, x, y)
+
+    (one, first), (two, second) = pair()
+    step = second.graphed(joined, sizes=(B,))
+    for number in range(5):
+        x, y = texts(number, 4)
+        given = ({"x": x, "labels": y},)
+        assert torch.equal(eagerly(one, first, given, joined), step(*given))
+    assert_equal(one, two)
+    assert step.replayed == 4
 
 
 def test_every_shape_is_recorded_when_it_comes_again() -> None:
