@@ -183,7 +183,6 @@ class ForwardProgram(StepProgram):
         """Each sample's weighted sum of the outputs (else that of the model's losses), after its backward, which knows
         no autocast."""
         (args, kwargs), weights = self.batch.tree(leaves)
-        torch.clear_autocast_cache()  # or weights that were cast before would pass for constants
         given = self._module(*args, **kwargs)
         out = tensors_of(given)
         if not self.example.is_like(given, self.batch.size):

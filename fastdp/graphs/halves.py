@@ -52,8 +52,6 @@ class Halves:
         slots = [self.cut.gradients[number].slot for number, *_ in gradients]
         self._backward = source.function(places, slots, results, taken=[*saved, *self.of_inputs])
         memory = frozenset().union(*(op.reads for op in operations), self.cut.results[1:])
-        writes = frozenset().union(*(op.writes for op in operations))
-        self._written = {number for number, each in self.cut.gradients.items() if each.memory in writes}
         self.kept = {number for number, own in enumerate(self.cut.outputs) if own in memory}
 
     def split(self, found: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
@@ -79,11 +77,10 @@ class Halves:
         return data
 
     def laid(self, number: int, gradient: Tensor, dim: int | None = None) -> Tensor:
-        """The gradient of an output as it lay in the recording, with zeros behind it along `dim`; a copy, where the
-        backward writes into it."""
+        """The gradient of an output as it lay in the recording, with zeros behind it along `dim`."""
         known = self.cut.gradients[number]
         if gradient.shape == known.shape and gradient.stride() == known.stride:
-            return gradient.clone() if number in self._written else gradient
+            return gradient
         laid = torch.empty_strided(known.shape, known.stride, dtype=gradient.dtype, device=gradient.device)
         if dim is None:
             return laid.copy_(gradient)

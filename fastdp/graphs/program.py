@@ -22,7 +22,6 @@ class OutputGradient(NamedTuple):
     """The gradient of an output, as it came to a seam."""
 
     slot: int
-    memory: int
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -77,7 +76,7 @@ def _cut(recorder: Recorder, seam: Seam, results: Sequence[Tensor]) -> Cut:
     for number, tensor in seam.gradients.items():
         if (slot := recorder.known(tensor)) is None:
             raise GraphError("the gradient of an output was not made by torch's functions from the batch")
-        gradients[number] = OutputGradient(slot.number, memory_of(tensor), tensor.shape, tensor.stride())
+        gradients[number] = OutputGradient(slot.number, tensor.shape, tensor.stride())
     return Cut(seam.place, list(map(memory_of, results)), list(map(memory_of, seam.outputs)), gradients)
 
 

@@ -170,22 +170,41 @@ def test_batches_of_other_sizes_are_padded() -> None:
     assert sorted(p.batch.size for shape in run.told._shapes.values() for p in shape.programs) == [5, 8, 20]
 
 
-def test_a_loss_may_take_other_outputs_later() -> None:
-    """The forward is then run again, with the random numbers that it drew."""
+def test_batches_of_other_sizes_draw_their_own_random_numbers() -> None:
+    run = both(lambda: Net(0.3), of_batches([B, B, B, 7, 6, B]))
+    assert (run.told.replayed, run.told.eager) == (2, 4)
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
+def test_a_loss_may_take_other_outputs_later(cast: bool) -> None:
+    """The forward is then run again, with the random numbers that it drew, and its autocast."""
 
     def losses() -> Any:
         for k in range(10):
 
             def loss(model: nn.Module, k: int = k) -> Tensor:
                 x, y = batch(k)
-                out = model(x)
+                with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                    out = {name: each for name, each in model(x).items() if name != "word"}
+                out = {name: each.float() for name, each in out.items()}
                 found = F.cross_entropy(out["logits"], y, reduction="none")
                 return (found + out["hidden"].square().sum(1) if 4 <= k < 8 else found).mean()
 
             yield loss
 
-    run = both(lambda: Net(0.3), losses, exactly=False)
+    run = both(lambda: Net(0.3), losses)
     assert (run.told.replayed, run.told.eager) == (4, 6)  # recorded at steps 2, 6 and 9
+
+
+@pytest.mark.parametrize("style", ["flat", "layerwise"])
+def test_a_loss_that_uses_parameters_too(style: str) -> None:
+    """These have uses in the replay and beside it."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        return F.cross_entropy(out["logits"] + out["hidden"] @ model.head.weight.T, y)
+
+    assert both(Net, of_batches([B] * 6, loss), exactly=False, style=style).told.replayed == 4
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["functions", "cuda graphs"])

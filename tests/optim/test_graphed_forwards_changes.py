@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import types
 import warnings
-import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import fastdp
 
@@ -34,6 +33,8 @@ class Model(nn.Module):
         self.alpha, self.config = 1.0, types.SimpleNamespace(alpha=1.0, kinds={"b": [1.0]})
         self.register_buffer("shift", torch.zeros(D))
         self.frozen = nn.Parameter(torch.zeros(D), requires_grad=False)
+        self.loose, self.array, self.names, self.slots = torch.ones(1), numpy.ones(2), {"a"}, Slots(1.0)
+        self.counted, self.calls = Counter("a"), 0
 
     def rows(self, x: Tensor) -> Tensor:
         return F.gelu(self.up(x)).mean(1)
@@ -140,9 +141,14 @@ def hidden_frozen_at_first(m: Model, k: int) -> Tensor:
     return loss_of(out, k) + out["hidden"].square().sum(1).mean()
 
 
-def gradient_of_hidden(m: Model, k: int) -> Tensor:
+def retained(m: Model, k: int) -> Tensor:
     out = m(batch(k)[0])
     out["hidden"].retain_grad()
+    return loss_of(out, k)
+
+
+def gradient_of_hidden(m: Model, k: int) -> Tensor:
+    out = m(batch(k)[0])
     loss = loss_of(out, k)
     m.seen = torch.autograd.grad(loss, out["hidden"], retain_graph=True)[0]
     return loss
@@ -158,9 +164,58 @@ def told(m: Model, x: Tensor) -> dict[str, Any]:
 
 
 def divided_by_what_is_told(m: Model, k: int) -> Tensor:
-    x, y = batch(k, B - k % 2)
+    x, y = batch(k, B - (k >= FROM))  # which is padded, if nothing is told
     out = m(x)
     return F.cross_entropy(out["logits"], y, reduction="sum") / out["n"]
+
+
+def with_places(m: Model, x: Tensor) -> dict[str, Tensor]:
+    return {"logits": plain(m, x), "places": torch.arange(len(x))}
+
+
+def as_many_places(m: Model, k: int) -> Tensor:
+    x, y = batch(k, B - (k >= FROM))
+    out = m(x)
+    assert out["places"].shape == (len(x),)
+    return F.cross_entropy(out["logits"], y)
+
+
+def turned(m: Model, x: Tensor) -> dict[str, Tensor]:
+    """[B, B], if there are as many samples as numbers of each."""
+    rows = m.rows(x)
+    return {"logits": m.head(rows), "rows": rows if m.alpha == 1 else rows.mT}
+
+
+def of_turned(m: Model, k: int) -> Tensor:
+    m.alpha = 1.0 if k < FROM else 2.0
+    out = m(batch(k)[0])
+    return loss_of(out, k) + out["rows"].square().sum(1 if k < FROM else 0).mean()
+
+
+def drawn_and_decided(m: Model, x: Tensor) -> Tensor:
+    """The random numbers are drawn before Python decides."""
+    rows = F.dropout(m.rows(x), 0.3)
+    return m.head(rows if x[0, 0, 0] > 0 else rows * 2)
+
+
+def partly_cast(m: Model, x: Tensor) -> Tensor:
+    rows = m.rows(x)
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(rows.float(), m.head.weight, m.head.bias)
+
+
+def within_autocast(m: Model, k: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m(batch(k)[0])
+    return loss_of(out, k)
+
+
+def within_vmap(m: Model, k: int) -> Tensor:
+    x = batch(k)[0]
+    if k >= FROM:
+        each = torch.vmap(lambda row: m(row[None])[0])(x)
+        assert each.shape == (B, CLASSES)
+    return loss_of(m(x), k)
 
 
 def left_behind(m: Model, x: Tensor) -> Tensor:
@@ -221,6 +276,64 @@ def by_item(m: Model, x: Tensor) -> Tensor:
     return plain(m, x) * m.shift[0].add(1).item()
 
 
+def by_loose_item(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * m.loose.item()
+
+
+def of_array(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * float(m.array[0]) * len(m.names)
+
+
+class Slots:
+    """An object that nothing is known of."""
+
+    __slots__ = ("alpha",)
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+
+
+def of_slots(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * m.slots.alpha
+
+
+def taken_from_a_dict(m: Model, parts: dict[str, Tensor]) -> Tensor:
+    return plain(m, parts.pop("x"))
+
+
+def given_a_dict(m: Model, k: int) -> Tensor:
+    parts = {"x": batch(k)[0], "rest": torch.ones(1)}
+    loss = loss_of(m(parts), k)
+    assert list(parts) == ["rest"]
+    return loss
+
+
+def once_a_step(m: Model, x: Tensor) -> Tensor:
+    if m.calls:
+        raise KeyError("called twice in a step")
+    m.calls += 1
+    return plain(m, x)
+
+
+def one_call(m: Model, k: int) -> Tensor:
+    m.calls = 0
+    return loss_of(m(batch(k)[0]), k)
+
+
+def of_counter(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * m.counted["a"]
+
+
+def by_a_note(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * getattr(x, "weight", 1.0)
+
+
+def given_with_a_note(m: Model, k: int) -> Tensor:
+    x = batch(k)[0]
+    x.weight = 1.0 + k  # type: ignore[attr-defined]
+    return loss_of(m(x), k)
+
+
 def of_config(m: Model, x: Tensor) -> Tensor:
     return plain(m, x) * m.config.alpha * m.config.kinds["b"][0]
 
@@ -230,7 +343,11 @@ NOT_REPLAYED = {
     "a counter": (counted, later(lambda m: None)),
     "a generator of its own": (drawn_by_its_own, later(lambda m: None)),
     "outputs in one memory": (twice, written_to_one),
+    "an argument that is taken apart": (taken_from_a_dict, given_a_dict),
+    "an argument with a note": (by_a_note, given_with_a_note),
     "a gradient of an output": (with_hidden, gradient_of_hidden),
+    "a gradient that an output retains": (with_hidden, retained),
+    "one call a step": (once_a_step, one_call),
 }
 CHANGES = {
     "weights that mix samples": (weighted, weights_in_the_loss),
@@ -241,10 +358,20 @@ CHANGES = {
     "unfrozen": (plain, later(unfrozen)),
     "a configuration": (of_config, later(lambda m: setattr(m.config, "alpha", 3.0))),
     "deep in a configuration": (of_config, later(lambda m: m.config.kinds["b"].__setitem__(0, 3.0))),
+    "a number of a loose tensor": (by_loose_item, later(lambda m: m.loose.fill_(2.0))),
+    "an array in place": (of_array, later(lambda m: m.array.fill(2.0))),
+    "a Counter": (of_counter, later(lambda m: m.counted.update("a"))),
+    "a set": (of_array, later(lambda m: m.names.add("b"))),
+    "another object": (of_slots, later(lambda m: setattr(m, "slots", Slots(3.0)))),
     "a number of a buffer": (by_item, later(lambda m: m.shift.fill_(2.0))),
     "a forward that is wrapped": (plain, later(wrapped)),
     "a number that is told": (told, divided_by_what_is_told),
     "a forward that not every size passes": (only_even, later(lambda m: None)),
+    "constants as long as the batch": (with_places, as_many_places),
+    "rows in another dimension": (turned, of_turned),
+    "a branch behind random numbers": (drawn_and_decided, later(lambda m: None)),
+    "a part without autocast": (partly_cast, within_autocast),
+    "calls within vmap": (plain, within_vmap),
     "arguments in another order": (joined, in_another_order),
     "1 and True": (flagged, one_or_true),
 }
@@ -261,80 +388,3 @@ def test_what_goes_through_python(name: str) -> None:
     """And is left as it was by the recording that was tried."""
     forward, step = NOT_REPLAYED[name]
     assert told_of(forward, step).replayed == 0
-
-
-def kept_in(name: str) -> Callable[..., Any]:
-    def change(m: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            getattr(m, name).copy_(x.mean((0, 1)))
-        return x, y
-
-    return change
-
-
-BEFORE = {
-    "nothing": lambda m, x, y: (x, y),
-    "centred": lambda m, x, y: (x - x.mean(0), y),
-    "other labels": lambda m, x, y: (x, y.flip(0)),
-    "mixed up": lambda m, x, y: ((x + x.roll(1, 0)) / 2, y),
-    "in a buffer": kept_in("shift"),
-    "in a frozen parameter": kept_in("frozen"),
-}
-
-
-@pytest.mark.parametrize("way", ["loop", "step"])
-@pytest.mark.parametrize("name", BEFORE)
-def test_batches_of_a_loader_that_are_mixed_before_the_model(name: str, way: str) -> None:
-    """Also by `optimizer.graphed`."""
-
-    def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, reduction="none")
-
-    def run(way: str) -> list[Any]:
-        model, found = Model(lambda m, x: plain(m, x + m.shift + m.frozen)), list[Any]()
-        optimizer = fastdp.DPSGD(model, lr=0.05, noise_multiplier=0.6, seed=3, graphed=way == "loop")
-        loader = fastdp.poisson_loader(TensorDataset(*batch(0, 60)), expected_batch_size=B, seed=2)
-        step = optimizer.graphed(losses, batch(1, 20), sizes=(10, 20)) if way == "step" else None
-        for k, (x, y) in enumerate(loader):
-            given = BEFORE[name](model, x, y) if k == 6 else (x, y)
-            try:
-                if step is not None:
-                    step.backward(*given)
-                else:
-                    losses(model, *given).mean().backward()
-            except fastdp.errors.SampleMixingError:
-                return [*found, "mixes"]
-            found.append(len(optimizer.norms))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert step is None or (step.replayed > 0 and step.eager == 0)
-        return found
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wanted, replayed = run("plain"), run(way)
-    assert wanted == replayed and (wanted[-1] == "mixes") == (name != "nothing")
-
-
-def test_what_no_guard_sees_is_found_by_a_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "SCALE", [1.0])
-    model = Model(lambda m, x: plain(m, x) * SCALE[0])
-    optimizer = fastdp.DPSGD(model, lr=0.05, noise_multiplier=0.6, expected_batch_size=B, sample_rate=0.1, graphed=True)
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        for k in range(12):
-            SCALE[0] = 1.0 if k < FROM else 2.0
-            loss_of(model(batch(k)[0]), k).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert any("replayed no longer" in str(each.message) for each in heard)
-    assert "Python gives other outputs than a replay" in optimizer.explain()
-
-
-def test_a_model_that_was_replayed_is_freed() -> None:
-    found, model, optimizer = run(plain, later(lambda m: None), True)
-    assert optimizer._privacy.graphs.replayed
-    known = weakref.ref(model)
-    del found, model, optimizer
-    gc.collect()
-    assert known() is None
