@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +77,13 @@ class GraphedCall:
             back()
 
 
-class Prepared:
+class Prepared(NamedTuple):
     """What is known of a forward when it begins."""
 
-    def __init__(self, shape: Shape, leaves: Sequence[Any], samples: int, program: ForwardProgram | None) -> None:
-        self.shape, self.leaves, self.samples, self.program = shape, leaves, samples, program
+    shape: Shape
+    leaves: Sequence[Any]
+    samples: int
+    program: ForwardProgram | None
 
 
 class GraphedForwards:

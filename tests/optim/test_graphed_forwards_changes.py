@@ -170,13 +170,13 @@ def divided_by_what_is_told(m: Model, k: int) -> Tensor:
 
 
 def with_places(m: Model, x: Tensor) -> dict[str, Tensor]:
-    return {"logits": plain(m, x), "places": torch.arange(len(x))}
+    return {"logits": plain(m, x), "places": torch.arange(len(x)), "count": torch.full((), len(x))}
 
 
 def as_many_places(m: Model, k: int) -> Tensor:
     x, y = batch(k, B - (k >= FROM))
     out = m(x)
-    assert out["places"].shape == (len(x),)
+    assert out["places"].shape == (len(x),) and int(out["count"]) == len(x)
     return F.cross_entropy(out["logits"], y)
 
 
@@ -213,8 +213,7 @@ def within_autocast(m: Model, k: int) -> Tensor:
 def within_vmap(m: Model, k: int) -> Tensor:
     x = batch(k)[0]
     if k >= FROM:
-        each = torch.vmap(lambda row: m(row[None])[0])(x)
-        assert each.shape == (B, CLASSES)
+        assert torch.vmap(m)(torch.stack([x, x])).shape == (2, B, CLASSES)
     return loss_of(m(x), k)
 
 
@@ -381,6 +380,10 @@ CHANGES = {
 def test_changes_are_seen(name: str) -> None:
     forward, step = CHANGES[name]
     assert told_of(forward, step).replayed > 0
+
+
+def test_outputs_that_lie_otherwise_are_recorded_anew() -> None:
+    assert told_of(turned, of_turned).replayed == STEPS - 4  # two by Python at first, two at the change
 
 
 @pytest.mark.parametrize("name", NOT_REPLAYED)
