@@ -67,8 +67,8 @@ def holds(model: nn.Module, before: dict[str, Tensor]) -> None:
             assert not torch.equal(p, before[name]), f"{name} has not moved"
 
 
-def loop(device: torch.device, **options: Any) -> float:
-    """README's loop."""
+def loop(device: torch.device, graphed: bool = False, at_once: int = 32, **options: Any) -> float:
+    """README's loop; `graphed`: its forwards and backwards replayed, as CUDA graphs on a GPU."""
     model, data = classifier(device), table()
 
     def losses(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -76,8 +76,8 @@ def loop(device: torch.device, **options: Any) -> float:
         return F.cross_entropy(model(x), y)
 
     fastdp.verify(model, losses, data[:8])
-    batches = fastdp.poisson_loader(data, expected_batch_size=20, max_physical_batch_size=32, **options)
-    optimizer = fastdp.DPAdamW(model, lr=1e-3, **PRIVATE)
+    batches = fastdp.poisson_loader(data, expected_batch_size=20, max_physical_batch_size=at_once, **options)
+    optimizer = fastdp.DPAdamW(model, lr=1e-3, graphed=graphed, **PRIVATE)
 
     def step(batch: Sequence[Tensor]) -> None:
         assert batch[0].is_pinned() or not options or device.type != "cuda", "not in pinned memory"
@@ -85,7 +85,13 @@ def loop(device: torch.device, **options: Any) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return trained(model, optimizer, batches, step)
+    first = trained(model, optimizer, batches, step)
+    assert not graphed or "replayed: 0" not in optimizer.explain(), optimizer.explain()
+    return first
+
+
+def loop_graphed(device: torch.device) -> float:
+    return loop(device, graphed=True, at_once=8)
 
 
 def workers(device: torch.device) -> float:
@@ -150,7 +156,14 @@ def trainer(device: torch.device) -> float:
     return math.nan
 
 
-CASES = {"loop": loop, "workers": workers, "graphed": graphed, "lora": lora, "trainer": trainer}
+CASES = {
+    "loop": loop,
+    "loop-graphed": loop_graphed,
+    "workers": workers,
+    "graphed": graphed,
+    "lora": lora,
+    "trainer": trainer,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -175,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rest = time.perf_counter() - begin - (0.0 if math.isnan(first) else first)
         row: Row = {"case": name, "result": result, "first_s": "-" if math.isnan(first) else f"{first:.2f}",
                     "rest_s": f"{rest:.2f}"}  # fmt: skip
-        print(f"{name:<8} {row['first_s']:>6} + {row['rest_s']:>6} s  {result}", flush=True)
+        print(f"{name:<12} {row['first_s']:>6} + {row['rest_s']:>6} s  {result}", flush=True)
         if told.out:
             append(told.out, [row | facts], (*COLUMNS, *facts))
     sys.exit(failed)

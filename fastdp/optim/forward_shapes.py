@@ -16,10 +16,10 @@ _FILLED = 0.75  # of a recorded size, at least, so that its padding is worth les
 class Shape:
     """Forwards whose arguments differ in the number of samples alone.
 
-    met: how often, by the number of samples; programs: their recordings; noted: what the last forward by Python gave;
-    example: the same, of the last through which a backward went; exactly: batches of other sizes are not to be padded;
-    due: makes a recording that had to wait; refused: why there is none; changes: of the model, for which no recording
-    served; again: how often the loss took other outputs than before.
+    met: how often no recording served, by the number of samples; programs: the recordings; noted: what the last forward
+    by Python gave; example: the same, of the last through which a backward went; exactly: batches of other sizes are
+    not to be padded; due: makes a recording that had to wait; refused: why there is none; changes: of the model, for
+    which no recording served; again: how often the loss took other outputs than before.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,7 @@ class Shape:
         """A recording that serves. Raises GraphError where the model changes again and again."""
         changed = ""
         for program in self.programs:
-            size = program.batch.size
-            if size == samples or (not program.only and size > samples >= _FILLED * size):
+            if program.batch.size == samples or (not program.only and _serves(program.batch.size, samples)):
                 changed = program.guards.changed()
                 if not changed:
                     return program
@@ -51,13 +50,24 @@ class Shape:
         return None
 
     def size_to_record(self, samples: int) -> int:
-        """The size that is worth a recording as a batch of so many samples comes; 0 if none is yet."""
+        """The size to record as a batch of so many samples comes, the one that would have served most forwards; 0 if
+        that is none yet, or not of this batch."""
         self.met[samples] += 1
-        if self.met[samples] >= _ENOUGH:
-            return samples
-        size = bucket(samples)
-        close = sum(count for number, count in self.met.items() if bucket(number) == size)
-        return 0 if self.exactly or close < 2 * _ENOUGH else size
+        if self.exactly:
+            return samples if self.met[samples] >= _ENOUGH else 0
+        served = {size: [number for number in self.met if _serves(size, number)] for size in self.met}
+        forwards = {size: sum(self.met[number] for number in numbers) for size, numbers in served.items()}
+        best = max(self.met, key=lambda size: (forwards[size], size))
+        if not _serves(best, samples) or (self.met[samples] < _ENOUGH and forwards[best] < 2 * _ENOUGH):
+            return 0
+        return best if len(served[best]) < 3 else bucket(best)  # of sizes at random larger ones are to come
+
+    def recorded(self, program: ForwardProgram) -> None:
+        """Take a recording, and count anew what it does not serve."""
+        self.exactly = self.exactly or bool(program.only)
+        self.programs = sorted([*self.programs, program], key=lambda each: each.batch.size)
+        if not self.exactly:
+            self.met = Counter({size: n for size, n in self.met.items() if not _serves(program.batch.size, size)})
 
     def is_refused(self) -> bool:
         """Whether it is not to be recorded now: what was in the way may be gone after a while."""
@@ -68,6 +78,11 @@ class Shape:
             return True
         self.refused, self.waited, self.patience = "", 0, 2 * self.patience
         return False
+
+
+def _serves(size: int, samples: int) -> bool:
+    """Whether a recording of this size takes so many samples, with padding."""
+    return size >= samples >= _FILLED * size
 
 
 def bucket(samples: int) -> int:

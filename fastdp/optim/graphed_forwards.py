@@ -231,9 +231,7 @@ class GraphedForwards:
             raise GraphError(shape.refused) from problem
         finally:
             loss_tracking.take_up(followed)
-        shape.exactly = shape.exactly or bool(program.only)
-        shape.programs.append(program)
-        shape.programs.sort(key=lambda each: each.batch.size)
+        shape.recorded(program)
         return program
 
     # ------------------------------------------------------------------ the forward

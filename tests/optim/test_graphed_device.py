@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+import fastdp
 import fastdp.graphs.steps
+import fastdp.optim.graphed_forwards
 import fastdp.optim.graphed_step
-from fastdp.errors import StepError
+from fastdp.errors import FastDPError, StepError
 
+from .. import cases
 from ..graphs.fake_cuda import FakeCuda, NoGraphs
 from .test_graphed import B, Net, assert_equal, batch, conv_net, eagerly, losses, pair, pictures
 
@@ -186,3 +191,65 @@ def test_cuda_graphs_draw_new_masks() -> None:
     x, y = (t.cuda() for t in rows(0))
     step = optimizer.graphed(flat, (x, y))
     assert step.captured and len({float(step(x, y)) for _ in range(5)}) == 5
+
+
+def in_a_plain_loop(name: str, graphed: bool) -> tuple[nn.Module, Any]:
+    """Six steps of a case without noise, and the optimizer."""
+    model, batch, losses = cases.build(name)
+    model, batch = model.cuda(), tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, Tensor) else leaf, batch)
+    optimizer = fastdp.DPSGD(
+        model, lr=0.01, noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=4, graphed=graphed
+    )
+    torch.manual_seed(1)
+    for _ in range(6):
+        losses(model, batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@GPU
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", cases.CASES)
+def test_plain_loops_as_cuda_graphs(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """The steps of every case that are those of Python; the report says which were replayed, and which as graphs."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(fastdp.optim.graphed_forwards, "PAYS", 0)
+    try:
+        wanted, _ = in_a_plain_loop(name, False)
+    except FastDPError as why:
+        pytest.skip(f"refused: {why}")
+    found, optimizer = in_a_plain_loop(name, True)
+    told = optimizer._privacy.graphs
+    graphs = [each.captured is not None for shape in told._shapes.values() for each in shape.programs]
+    record_property("replayed", told.replayed)
+    record_property("graphs", f"{sum(graphs)} of {len(graphs)}")
+    for p, q in zip(wanted.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@GPU
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_plain_loop_is_replayed_as_cuda_graphs(dropout: float) -> None:
+    runs = []
+    for graphed in (False, True):
+        model = mlp(dropout).cuda()
+        optimizer = fastdp.DPAdamW(
+            model, lr=0.01, noise_multiplier=0.7, expected_batch_size=B, sample_rate=0.1, seed=3, graphed=graphed
+        )
+        for k in range(6):
+            torch.manual_seed(k)
+            x, y = (t.cuda() for t in rows(k))
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    (one, _), (two, optimizer) = runs
+    told = optimizer._privacy.graphs
+    (program,) = (each for shape in told._shapes.values() for each in shape.programs)
+    assert told.replayed == 4 and program.captured is not None
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
