@@ -193,7 +193,9 @@ def rounded_up(std: float, dtype: torch.dtype) -> float:
     single = np.float32(std)
     if not np.isfinite(single):
         raise ValueError(f"std must be finite as a float32, which noise of {dtype} is computed in, not {std!r}")
-    return float(single if single >= std else np.nextafter(single, np.float32(np.inf)))
+    if float(single) < std:  # (numpy would compare them as float32)
+        single = np.nextafter(single, np.float32(np.inf))
+    return float(single)
 
 
 def _draw(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int, keep: bool) -> None:

@@ -105,6 +105,7 @@ class CapturedHalves:
         self._inputs = [tensor.clone() for tensor in inputs]
         self._replay, found = warm_and_capture(pool, lambda: halves.apart(self._inputs))
         asked = sum(len(slots_in(op.args, op.kwargs)) for op in (program.operations[r.operation] for r in program.read))
+        pool.launch([], [], self._replay)  # what the backward takes, which is run before it is captured, stands there
         self._outputs, self._saved = halves.split(found[: len(found) - asked], self._inputs)
         self._asked = found[len(found) - asked :]
         self._gradients = []

@@ -6,6 +6,7 @@ What it cannot show: whether CUDA captures a call at all, its streams and its me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ class FakeCuda:
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
         self.calls.append("capture")
         before = torch.get_rng_state()
-        outputs = [out.clone() for out in run()]
+        outputs = [spoilt(out) for out in run()]
         torch.set_rng_state(before)  # a capture draws nothing
 
         def replay() -> None:
@@ -48,6 +49,13 @@ class FakeCuda:
                 own.copy_(out * 1.01 if self.spoil and out.is_floating_point() else out)
 
         return replay, outputs
+
+
+def spoilt(tensor: Tensor) -> Tensor:
+    """Memory of a capture, which runs nothing: what stands in it is no result before the first launch."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, math.nan)
+    return torch.full_like(tensor, True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 class NoGraphs(FakeCuda):
