@@ -15,7 +15,7 @@ from .tables import read_rows, table, wrapped
 
 HEAD = ("workload", "batch x length", "ordinary, ms", "**replayed**", "fastdp", "layerwise", "best Opacus")
 KERNELS = ("operator", "shape", "backend", "ms", "reference_ms", "speedup", "roof", "bound", "error")
-HOST = ("model", "contender", "wall_ms", "host_ms", "device_ms", "idle", "kernels")
+HOST = ("model", "contender", "wall_ms", "host_ms", "device_ms", "idle", "kernels", "device", "commit")
 
 
 def steps(cases: Cases) -> str:
@@ -63,4 +63,4 @@ def kernels(folder: Path) -> str:
 
 
 def host(folder: Path) -> str:
-    return rows(folder / "host_cuda.csv", HOST, ("model", "contender", "dtype", "device"))
+    return rows(folder / "host_cuda.csv", HOST, ("model", "contender", "dtype", "device", "commit"))

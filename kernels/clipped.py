@@ -25,12 +25,13 @@ from .common import (
     grouped,
     has_kernel,
     is_half,
+    kernel,
     precision,
     start_of,
     wide,
 )
 from .linear import Layers, as_rows
-from .tiles import sum_tile
+from .tiles import matrix_tile
 
 SHORT = 32  # samples of fewer rows are scaled row by row
 MOST_SPLITS = 16
@@ -54,7 +55,7 @@ def _put(p_out, total, mask, ADD: tl.constexpr):
     tl.store(p_out, total, mask=mask)
 
 
-@triton.jit
+@kernel
 def clipped_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
     stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
@@ -97,7 +98,7 @@ def upper(x):
     return (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@kernel
 def clipped_rows_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
     stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
@@ -133,7 +134,7 @@ def clipped_rows_kernel(
     _put(p_out, total, m_o & m_i, ADD)
 
 
-@triton.jit
+@kernel
 def add_parts_kernel(p_part, p_out, parts, D_O, D_I, stride_oo, stride_oi, ADD: tl.constexpr, BLOCK: tl.constexpr,
                      OUT: tl.constexpr):  # fmt: skip
     """Sums of groups of samples, [layers, parts, O, I], added in their order."""
@@ -222,7 +223,7 @@ def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile 
     p_a, p_g, count, type_ = (a, g, 1, None) if layers is None else (layers.a, layers.g, layers.count, layers.type)
     half = is_half(a)
     by_rows = not half or t < SHORT
-    tile = tile or (rows_tile(a, g) if by_rows else sum_tile(a, g))
+    tile = tile or (rows_tile(a, g) if by_rows else matrix_tile(o, i, t, a, g))
     n_o, n_i = triton.cdiv(o, tile.m), triton.cdiv(i, tile.n)
     units = device_limits(a.device).units
     share = triton.cdiv(batch, parts or splits(batch, t, count * n_o * n_i, units))
@@ -231,10 +232,10 @@ def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile 
     whole = parts == 1
     part = target if whole else torch.empty((count, parts, o, i), dtype=torch.float32, device=a.device)
     strides = (0, 0, *out.stride()) if whole else part.stride()
-    kernel, extra = clipped_rows_kernel, {"HALF": half}
+    code, extra = clipped_rows_kernel, {"HALF": half}
     if not by_rows:
-        kernel, extra = clipped_kernel, {"PRECISION": precision(a), "FLUSH": max(CHUNK // tile.k, 1)}
-    kernel[(count * parts * n_o * n_i,)](
+        code, extra = clipped_kernel, {"PRECISION": precision(a), "FLUSH": max(CHUNK // tile.k, 1)}
+    code[(count * parts * n_o * n_i,)](
         p_a, p_g, c, part, batch, t, i, o, *a.stride(), *g.stride(), c.stride(0), *strides, n_o, n_i, parts, share,
         BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, ADD=add and whole, **extra, TYPE=type_,
         OUT=at if whole else None, num_warps=tile.warps, num_stages=tile.stages,

@@ -13,6 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Numbers of samples, rows and tiles, for which Triton makes no code of its own: batches of other sizes compile nothing.
+kernel = functools.partial(
+    triton.jit,
+    do_not_specialize="B T n m n_o n_i n_n n_t n_k n_c n_p n_x n_g parts share".split(),
+)
+
 SMALLEST = tl.constexpr(1e-37)
 
 CHUNK = 1024  # so many products are summed by a matrix unit before the sum goes to an accumulator of its own

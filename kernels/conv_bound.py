@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import kernel
 from .finish import SLACK, sum_of
 from .rows import BLOCK, PART, flat
 
@@ -35,7 +36,7 @@ def _part_squares(p, i_n, N, stride_n, PART: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
+@kernel
 def sides_kernel(p_x, p_g, p_out, n_x, n_g, N_X, N_G, stride_xb, stride_xn, stride_gb, stride_gn, stride_p,
                  PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Squares of one part of one side of one sample: n_x parts of x, then n_g parts of g."""
@@ -48,7 +49,7 @@ def sides_kernel(p_x, p_g, p_out, n_x, n_g, N_X, N_G, stride_xb, stride_xn, stri
     tl.store(p_out + i_b * stride_p + i_n, total)
 
 
-@triton.jit
+@kernel
 def enlarge_kernel(p_partial, p_out, values, n_x, n_g, stride, enlarge, units, tolerance, BLOCK: tl.constexpr):
     """Of one sample: partial sums of the norm, of the squares of x and of g, each added in their order; the norm,
     enlarged by the bound where that is more than the tolerance."""

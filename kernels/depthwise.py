@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import extent, has_kernel
+from .common import extent, has_kernel, kernel
 from .conv_problem import Problem
 from .patches import elements, positions, within
 
 SPAN = 8192  # positions of a program, by their number alone, whatever the batch: 512 of each of 16 rows of a block
 
 
-@triton.jit
+@kernel
 def depthwise_kernel(
     p_x, p_g, p_out, P, C, depth, height, width, out_h, out_w, inverse,
     stride_xb, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gc, stride_gp, n_t, n_c, n_p,

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rows
-from .common import CHUNK, Tile, aligned, dot, extent, is_half, precision, same_type
+from .common import CHUNK, Tile, aligned, dot, extent, is_half, kernel, precision, same_type
 
 
-@triton.jit
+@kernel
 def cross_kernel(
     p_ids, p_e, p_h, p_logits, p_e_sq, p_h_sq, p_out, K, T, V, D, stride_eb, stride_ek, stride_ed, stride_hb, stride_ht,
     stride_hd, stride_gb, stride_gt, stride_gv, n_k, n_t, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,

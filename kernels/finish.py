@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import kernel
+
 # Rounding of the gram route is taken as random: ROUNDING * sqrt(sum M^2), M_ts the summands. Where that is
 # more than GRAM_TOLERANCE of the norm (summands cancel), it is added: rather a norm too large than too small.
 # These stand on the right of products: on the left, the interpreter of Triton 3.8 makes a constexpr of a tensor.
@@ -48,7 +50,7 @@ def sum_of(p, n, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
+@kernel
 def finish_kernel(p_partial, p_out, p_bound, n, m, stride, T, D_I, D_O, enlarge, units, tolerance,
                   GUARD: tl.constexpr, SIZES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Partial sums of one sample added in their order; with GUARD enlarged where summands cancel and by what underflow

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import kernel
+
 BLOCK = 2048
 
 
@@ -37,7 +39,7 @@ def _scores(z, scale, cap, SOFTCAP: tl.constexpr):
     return z, slope
 
 
-@triton.jit
+@kernel
 def head_loss_kernel(
     p_z, p_label, p_lse, p_at, p_mean, V, low, words, stride, scale, cap, smoothing, z_loss,
     KNOWN: tl.constexpr, WRITE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,

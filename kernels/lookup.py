@@ -13,12 +13,12 @@ from torch import Tensor
 from fastdp.ops.checks import check_table_sum, rows_of
 from fastdp.ops.common import norm_type, sum_type
 
-from .common import extent
+from .common import extent, kernel
 
 RUN = 64  # sorted positions that one program begins with
 
 
-@triton.jit
+@kernel
 def lookup_norm_kernel(p_ids, p_order, p_g, p_out, K, D, padding, n, stride_gb, stride_gk, BLOCK: tl.constexpr):
     """Of one sample and a block of columns: the squares of the sums over each id, in float64."""
     pid = tl.program_id(0)
@@ -36,7 +36,7 @@ def lookup_norm_kernel(p_ids, p_order, p_g, p_out, K, D, padding, n, stride_gb, 
     tl.store(p_out + pid, tl.sum(total + run * run, 0))
 
 
-@triton.jit
+@kernel
 def lookup_sum_kernel(p_ids, p_order, p_g, p_c, p_table, N, K, D, V, padding, stride_gb, stride_gk,
                       RUN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The rows of the ids whose first position is among RUN sorted ones, of a block of columns."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fastdp.ops.common import sum_type
 
-from .common import extent, same_type
+from .common import extent, kernel, same_type
 
 
-@triton.jit
+@kernel
 def rows_kernel(
     p_x, p_g, p_mean, p_rstd, p_weight, p_bias, T, D, stride_xb, stride_xt, stride_xd, stride_gb, stride_gt, stride_gd,
     CENTRED: tl.constexpr, SUM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -49,7 +49,7 @@ def rows_kernel(
         tl.store(p_bias + o_out, tl.sum(bias, 0), mask=o_d < D)
 
 
-@triton.jit
+@kernel
 def rstd_kernel(p_x, p_out, N, T, D, eps, stride_b, stride_t, stride_d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """1 / sqrt(mean of squares + eps) of BLOCK_N of the N = B T rows of x [B, T, D], by sums in float64."""
     o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -64,7 +64,7 @@ def rstd_kernel(p_x, p_out, N, T, D, eps, stride_b, stride_t, stride_d, BLOCK_N:
     tl.store(p_out + o_n, rstd.to(tl.float32), mask=o_n < N)
 
 
-@triton.jit
+@kernel
 def channels_kernel(
     p_x, p_g, p_mean, p_rstd, p_weight, p_bias, C, S, stride_xb, stride_xc, stride_xs, stride_gb, stride_gc, stride_gs,
     per_group, groups, SUM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import dot, grouped, tile_sums, triangle
+from .common import dot, grouped, kernel, tile_sums, triangle
 from .products import put_sizes, rows_product
 
 
@@ -90,7 +90,7 @@ def _patches(p_x, at, of, m_p, m_n, depth, height, width, DEEP: tl.constexpr, KE
     return tl.load(p_x + (at[0][:, None] + of[0][None, :]), mask=m, other=0.0)
 
 
-@triton.jit
+@kernel
 def conv_kernel(
     p_x, p_g, p_c, p_out, B, P, N, C, D_O, depth, height, width, out_h, out_w, inverse,
     stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,
@@ -148,7 +148,7 @@ def conv_kernel(
         tl.store(p_out + place, total, mask=m_o & m_n[None, :])
 
 
-@triton.jit
+@kernel
 def conv_gram_kernel(
     p_x, p_g, p_partial, P, N, C, D_O, depth, height, width, out_h, out_w, inverse,
     stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import dot, grouped, start_of, tile_sums, triangle
+from .common import dot, grouped, kernel, start_of, tile_sums, triangle
 from .finish import TINY
 
 
@@ -72,7 +72,7 @@ def _gram_tile(p_a, p_g, p_partial, i_row, i_col, i_tile, T, D_I, D_O, stride_at
     tl.store(p_partial + tiles + i_tile, weight * spread)
 
 
-@triton.jit
+@kernel
 def gram_kernel(
     p_a, p_g, p_partial, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n,
     BLOCK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, CHUNK: tl.constexpr,
@@ -101,7 +101,7 @@ def gram_kernel(
                    n, BLOCK, BLOCK_I, BLOCK_O, CHUNK, CHUNK_I, CHUNK_O, PRECISION, False)  # fmt: skip
 
 
-@triton.jit
+@kernel
 def direct_kernel(
     p_a, p_g, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n_o, n_i,
     stride_p, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
@@ -140,7 +140,7 @@ def direct_kernel(
         tl.store(p_out + i_all.to(tl.int64) * stride_p + i_tile, squares)
 
 
-@triton.jit
+@kernel
 def sizes_kernel(
     p_a, p_g, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n, stride_p,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
@@ -170,7 +170,7 @@ def _row_squares(p_row, m_t, K, stride_k, BLOCK_T: tl.constexpr, BLOCK: tl.const
     return tl.sum(total, 1)
 
 
-@triton.jit
+@kernel
 def vector_kernel(p_a, p_g, p_out, B, D_I, D_O, stride_ab, stride_ai, stride_gb, stride_go, BLOCK: tl.constexpr,
                   TYPE: tl.constexpr):  # fmt: skip
     """|a_b|^2 |g_b|^2 of one sample, of one of the layers, in float64."""

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import has_kernel, start_of
+from .common import has_kernel, kernel, start_of
 from .finish import finish
 
 PART = 1 << 14  # numbers of a sample that one program squares: by their number alone, whatever the batch
 BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def square_kernel(p_x, p_out, B, N, n, stride_b, stride_n, PART: tl.constexpr, BLOCK: tl.constexpr,
                   TYPE: tl.constexpr):  # fmt: skip
     """Squares of one part of a sample's N numbers, of one of the layers, added in float64, where no square under- or
@@ -30,7 +30,7 @@ def square_kernel(p_x, p_out, B, N, n, stride_b, stride_n, PART: tl.constexpr, B
     tl.store(p_out + pid, tl.sum(total, 0))
 
 
-@triton.jit
+@kernel
 def weighted_kernel(p_x, p_c, p_out, B, N, stride_b, stride_n, stride_c, SUM: tl.constexpr, BLOCK: tl.constexpr,
                     TYPE: tl.constexpr):  # fmt: skip
     """sum_b c_b x_b of a block of columns of one of the layers, samples in their order; those of factor 0 are not

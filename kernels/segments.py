@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .clipped import upper
-from .common import Tile, chunk_of, dot, grouped, is_half, precision, tile_sums, truncation
+from .common import Tile, chunk_of, dot, grouped, is_half, kernel, precision, tile_sums, truncation
 from .finish import finish
 from .tiles import matrix_tile
 
 
-@triton.jit
+@kernel
 def segment_kernel(
     p_a, p_g, p_starts, p_c, p_out, D_I, D_O, stride_as, stride_ai, stride_gs, stride_go,
     stride_ok, stride_oo, stride_oi, n_o, n_i, MODE: tl.constexpr,

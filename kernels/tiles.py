@@ -31,18 +31,6 @@ def direct_tile(a: Tensor, g: Tensor) -> Tile:
     return tile._replace(stages=min(tile.stages, 3))
 
 
-def sum_tile(a: Tensor, g: Tensor) -> Tile:
-    """The tile of a sum over samples, each of T rows in whole steps: of 32 rows where that saves a tenth of those of
-    64 (T = 197: 224 rows, not 256), with as many bytes in flight.
-    """
-    t = a.size(1)
-    tile = matrix_tile(g.size(2), a.size(2), t, a, g)
-    if tile.k < 64 or 10 * 32 * triton.cdiv(t, 32) > 9 * 64 * triton.cdiv(t, 64):
-        return tile
-    limits = device_limits(a.device)
-    return tile._replace(k=32, stages=stages(2 * (tile.m + tile.n) * 32, limits.shared, 8))
-
-
 def gram_tile(a: Tensor, g: Tensor) -> Tile:
     """The tile of the triangle, square. Tiles of 64 rows would fill T = 197 better (40,960 products for each column,
     not 49,152), but read each row twice as often.

@@ -24,7 +24,7 @@ def constants(**jobs: list[float]) -> Constants:
 def planned_by(**jobs: list[float]) -> Any:
     """Within it (or from start() to stop()) planners predict times by these constants."""
     known = constants(**jobs)
-    return patch("fastdp.grad_sample.planner.constants", lambda device, short: known)
+    return patch("fastdp.grad_sample.planner.constants", lambda device, short, family: known)
 
 
 def forced(route: str) -> Any:

@@ -34,6 +34,7 @@ from .second_device_graphed import (
     check_beside,
     check_capture,
     check_graphed,
+    check_graphed_labels,
     check_graphed_loop,
     scaled,
     shifted,
@@ -237,6 +238,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for name in GRAPHED:
         yield f"graphed {name}", lambda name=name: check_graphed(name, "stub:1")
         yield f"graphed loop {name}", lambda name=name: check_graphed_loop(name, "stub:1")
+    yield "graphed loop labels=", lambda: check_graphed_labels("stub:1")
     yield from second_device_calls.checks("stub:1")
     yield "noise under capture", lambda: check_capture("stub:1")
     for loss_fn in (scaled, shifted):

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import StepError
+from fastdp.errors import SampleMixingError, StepError
 from fastdp.graphs import steps
 
 from .optim.test_graphed import batch, conv_net, eagerly, losses, pair, pictures
 from .optim.test_graphed_device import OnDevice, mlp, rows
+from .second_device_syncs import _llama
 
 GRAPHED = {"mlp": (mlp, rows), "net": (OnDevice, batch), "convolutions": (conv_net, pictures)}
 
@@ -56,6 +57,37 @@ def check_graphed_loop(name: str, device: str) -> None:
     graphs = runs[1][1]._privacy.graphs
     programs = [program for shape in graphs._shapes.values() for program in shape.programs]
     assert graphs.replayed == 3 and not any(each.program.beside or each.program.read for each in programs)
+
+
+def check_graphed_labels(device: str) -> None:
+    """transformers' mean over labels: whether samples weigh alike is a number of each batch, which replays read too."""
+    steps.REPLAYED.add(torch.device(device).type)
+    ids = (torch.arange(24).reshape(3, 8) % 31 + 1).to(device)
+    models, graphs = [], None
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = _llama().to(device)
+        model.config.use_cache = False
+        optimizer = fastdp.DPSGD(
+            model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=3, graphed=graphed
+        )
+        for k in range(5):
+            batch = (ids + k) % 31
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+        graphs = optimizer._privacy.graphs
+    assert graphs is not None and graphs.replayed == 3, graphs.reasons
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach().cpu(), rtol=1e-4, atol=1e-6)
+    uneven = ids.clone()
+    uneven[0, 2:] = -100
+    with pytest.raises(SampleMixingError, match="labels"):
+        for _ in range(4):
+            models[1](input_ids=ids, labels=uneven).loss.backward()
+            optimizer.step()
+    assert graphs.replayed == 3
 
 
 def check_capture(device: str) -> None:

@@ -18,7 +18,7 @@ from ..utils.pytree import tensors_in
 from . import operator_table
 from .calls import Call
 from .generations import now
-from .host_values import note_known
+from .host_values import note_known, on_host
 from .layout import Layout, layout_on
 from .tensor_notes import ALIKE, MADE
 
@@ -140,7 +140,8 @@ def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False)
     note = tensor.__dict__.get(ALIKE)
     if note is not None and note[0] == key and layout.owner is None:
         return bool(note[1])
-    alike = _alike(tensor.detach(), dim, layout, computed)
+    numbers = on_host(tensor)  # without waiting for a device
+    alike = _alike((tensor if numbers is None else numbers).detach(), dim, layout, computed)
     tensor.__dict__[ALIKE] = (key, alike)
     return alike
 

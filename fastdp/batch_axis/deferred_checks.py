@@ -6,8 +6,9 @@ that a step which is refused a step later was one of noise alone.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +54,29 @@ _INBOXES: weakref.WeakSet[Inbox] = weakref.WeakSet()
 def doubt(flag: Tensor, why: str, message: str = "") -> None:
     """If the flag (a bool on a device) is true, the backward that runs or follows mixes samples, for this reason.
 
-    message: of the error, if not the loss is to blame.
+    message: of the error, if not the loss is to blame. While a step is recorded it is read at once, so that replays
+    read it too.
     """
     one = DeferredCheck(flag, why, message or f"the loss is no sum or mean of each sample's own loss: {why}.")
+    if _AT_ONCE:
+        if bool(flag):
+            raise SampleMixingError(one.message, why)
+        return
     for inbox in list(_INBOXES):
         inbox.put(one)
+
+
+_AT_ONCE: list[None] = []
+
+
+@contextlib.contextmanager
+def read_at_once() -> Iterator[None]:
+    """Within it flags are read as they come. Raises SampleMixingError there."""
+    _AT_ONCE.append(None)
+    try:
+        yield
+    finally:
+        _AT_ONCE.pop()
 
 
 def answers(doubts: list[DeferredCheck]) -> list[bool]:

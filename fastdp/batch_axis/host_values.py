@@ -189,6 +189,7 @@ _DIVIDING = frozenset((T.__floordiv__, T.floor_divide, torch.floor_divide, T.__m
 _SHIFTING = frozenset((
     T.__add__, T.__radd__, T.add, torch.add, T.__sub__, T.sub, torch.sub, T.__mul__, T.__rmul__, T.mul, torch.mul,
 ))  # fmt: skip
+_COPYING = frozenset((T.repeat, T.tile, torch.tile, T.clone, torch.clone, T.contiguous))
 _GIVING_AWAY = frozenset({"data"}) | operator_table.SHARING_MEMORY | operator_table.CHANGING_MEMORY
 
 
@@ -202,6 +203,11 @@ def note_known(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     elif name in _GIVING_AWAY and isinstance(first, Tensor) and is_asked(first):
         if (storage := storage_of(first)) is not None:
             setattr(storage, KNOWN, "given away")  # what is written there raises no version
+    elif func in _COPYING:
+        copied = known(first)
+        if copied is not None and not copied.order and not copied.undoes and out is not first:
+            numbers = copied.numbers
+            Known(lambda: func(numbers(), *args[1:], **kwargs), None).of(out)
     elif func in _SHIFTING or func in _DIVIDING:
         if len(args) != 2 or kwargs or type(args[1]) is not int or (func in _DIVIDING and not args[1]):
             return

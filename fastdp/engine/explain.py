@@ -73,9 +73,9 @@ class Plan:
             text, units = _shape_and_units(shape, route, batch, operand)
             predicted = None
             if isinstance(shape, Segments):
-                predicted = 1e3 * shape.seconds(constants(operand.device, short))
+                predicted = 1e3 * shape.seconds(constants(operand.device, short, "linear"))
             elif shape is not None and route in ("gram", "direct", "materialise"):
-                predicted = 1e3 * seconds(route, shape, constants(operand.device, short))
+                predicted = 1e3 * seconds(route, shape, constants(operand.device, short, shape.family))
             measured = clock.milliseconds() if clock is not None else None
             route = route + (" + cross terms" if shared else "")
             rows.append(PlanRow(owners, function, text, route, units, held, predicted, measured))

@@ -2,7 +2,8 @@
 
 A job's time is a sum of four terms with non-negative constants: a call, its arithmetic, its arithmetic over
 the smallest side of the product (thin products run below the peak), and its bytes. The constants are fitted to
-some twenty small probes, once a device in well under a second, and kept in the user's cache folder.
+small probes of the family that is asked for, linear or convolutions, once a device in well under a second (and on a
+GPU what its kernels take to be compiled), and kept in the user's cache folder.
 FASTDP_CALIBRATE=0 takes the constants below instead (so does a machine too busy to measure): then the same shapes take
 the same routes everywhere.
 """
@@ -30,6 +31,7 @@ from ..ops.common import event_on
 
 Constants = dict[str, list[float]]  # job -> seconds a call, a flop, a flop over the smallest side, a byte
 REPEATS = 5
+CLOCK = 2e9  # cycles of a GPU in a second, at most
 DEADLINE = 1.0  # seconds: a machine that takes longer is busy, and would tell nothing
 
 
@@ -101,11 +103,11 @@ def terms(job: str, s: Shape) -> tuple[float, float, float, float]:
 ROUTES = {"gram": ("gram", "sum"), "direct": ("direct", "sum"), "materialise": ("per_sample", "weighted")}
 
 
-def seconds(route: str, shape: Shape, constants: Constants) -> float:
-    """Predicted time of a use by a route: its norms and its clipped sum."""
+def seconds(route: str, shape: Shape, constants: Constants, calls: bool = True) -> float:
+    """Predicted time of a use by a route: its norms and its clipped sum. calls: count those of what starts them."""
     total = 0.0
     for job in ROUTES[route]:
-        parts = terms(job, shape)
+        parts = (float(calls), *terms(job, shape)[1:])
         total += sum(x * k for x, k in zip(parts, constants[f"{shape.family} {job}"], strict=True))
     return total
 
@@ -113,17 +115,17 @@ def seconds(route: str, shape: Shape, constants: Constants) -> float:
 # ---------------------------------------------------------------------- probes
 
 # B, T, I, O of linear probes, and B, C, O, side of the image of convolutions (3x3). They span what uses look like: thin
-# and square, few and many positions, stored gradients within the cache and beyond it. A GPU needs more to be busy.
+# and square, few and many positions, stored gradients within the cache and beyond it. A GPU needs more to be busy, and
+# each other kind of shape is a kernel to be compiled, up to a second each: these share theirs.
 _LINEAR = {
     "cpu": ((4, 32, 64, 64), (4, 128, 256, 256), (2, 256, 128, 512), (8, 64, 512, 8), (8, 128, 384, 96),
             (1, 300, 500, 200), (8, 32, 512, 512), (8, 8, 1024, 1024)),
-    "cuda": ((8, 128, 768, 768), (8, 512, 768, 3072), (4, 1024, 2048, 2048), (16, 256, 4096, 8), (16, 64, 1024, 1024),
-             (8, 1024, 512, 512), (32, 8, 1024, 1024), (2, 1500, 1000, 600)),
+    "cuda": ((16, 128, 512, 2048), (16, 256, 1024, 1536), (16, 512, 768, 3072), (16, 512, 1024, 4096),
+             (16, 1024, 512, 1536), (16, 1024, 1024, 4096)),
 }  # fmt: skip
 _CONV = {
     "cpu": ((8, 3, 32, 32), (8, 16, 32, 16), (4, 64, 64, 8), (8, 128, 64, 4), (8, 64, 128, 16), (4, 256, 128, 4)),
-    "cuda": ((8, 3, 64, 64), (16, 32, 64, 32), (32, 64, 64, 28), (32, 128, 128, 14), (32, 256, 256, 7),
-             (64, 512, 256, 4)),
+    "cuda": ((32, 64, 128, 28), (32, 128, 128, 16), (32, 256, 128, 16), (32, 256, 256, 8)),
 }  # fmt: skip
 
 
@@ -145,19 +147,19 @@ def _jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Callabl
     }
 
 
-def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, deadline: float = DEADLINE) -> Constants | None:
-    """Measure the probes and fit the constants; None where that takes longer than the deadline (seconds).
+def calibrate(device: torch.device, dtype: torch.dtype, family: str, deadline: float = DEADLINE) -> Constants | None:
+    """Measure the probes of a family and fit its constants; None where that takes longer than the deadline (seconds).
 
     What a GPU's kernels take to be compiled at their first call is not counted.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def make(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     found: dict[str, list[tuple[tuple[float, ...], float]]] = {}
     spent = 0.0
-    for shape, jobs in _probes(device.type, make):
+    for shape, jobs in _probes(device.type, family, make):
         for job, run in jobs.items():
             if device.type == "cuda":
                 run()
@@ -170,20 +172,34 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, deadline
     return {job: fit([x for x, _ in rows], [t for _, t in rows]) for job, rows in found.items()}
 
 
-def _probes(kind: str, make: Callable[..., Tensor]) -> Iterator[tuple[Shape, dict[str, Callable[[], object]]]]:
+def _probes(
+    kind: str, family: str, make: Callable[..., Tensor]
+) -> Iterator[tuple[Shape, dict[str, Callable[[], object]]]]:
     """Shapes and their jobs, one at a time."""
-    for size in _LINEAR[kind]:
+    for size in _LINEAR[kind] if family == "linear" else ():
         shape = Shape("linear", *size)
         yield shape, _jobs(shape, 0, make)
-    for b, c, o, side in _CONV[kind]:
+    for b, c, o, side in _CONV[kind] if family == "conv" else ():
         shape = Shape("conv", b, side * side, 9 * c, o)
         yield shape, _jobs(shape, side, make)
 
 
 def measure(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Seconds of a call: the least of several, which other processes disturb least."""
+    """Seconds of a call: the least of several, which other processes disturb least. On a GPU the mean of several that
+    are launched while it is held up, so that it does not wait for the host between them."""
     run()
-    return min(seconds_of(run, device) for _ in range(repeats))
+    if device.type != "cuda":
+        return min(seconds_of(run, device) for _ in range(repeats))
+    begin = time.perf_counter()
+    run()
+    host = time.perf_counter() - begin
+    clock = Clock(device)
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(min(2 * (repeats + 1) * host, 0.1) * CLOCK))
+        with clock:
+            for _ in range(repeats):
+                run()
+    return clock.milliseconds() / 1e3 / repeats
 
 
 def fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
@@ -211,19 +227,28 @@ DEFAULT: Constants = {
     "conv per_sample": [4.3e-05, 3.2e-12, 7.5e-12, 4.2e-11],
     "conv weighted": [2.3e-05, 0.0, 0.0, 1.6e-11],
 }
-# A GPU of H100's class, from its data sheet at a third of its peak in 16 bits; not measured.
-_ON_GPU = {"gram": [3e-5, 4e-15, 1e-13, 1.5e-13], "direct": [3e-5, 4e-15, 1e-13, 1.5e-13],
-           "sum": [2e-5, 3e-15, 5e-14, 1.5e-13], "per_sample": [1e-5, 3e-15, 5e-14, 3.5e-13],
-           "weighted": [2e-5, 0.0, 0.0, 3.5e-13]}  # fmt: skip
-DEFAULTS: dict[str, Constants] = {"cpu": DEFAULT, "cuda": {key: _ON_GPU[key.split()[1]] for key in DEFAULT}}
+# An H200, torch 2.11, Triton 3.6, bfloat16.
+_ON_GPU: Constants = {
+    "linear gram": [1.7e-05, 1.5e-15, 9.2e-14, 2.0e-13],
+    "linear direct": [3.1e-06, 1.5e-15, 3.7e-13, 0.0],
+    "linear sum": [1.2e-05, 2.2e-15, 0.0, 8.1e-14],
+    "linear per_sample": [2.2e-06, 9.0e-16, 5.4e-13, 0.0],
+    "linear weighted": [8.1e-06, 0.0, 0.0, 2.5e-13],
+    "conv gram": [2.4e-05, 0.0, 5.6e-13, 0.0],
+    "conv direct": [1.1e-05, 1.6e-15, 6.0e-13, 0.0],
+    "conv sum": [6.5e-05, 5.4e-15, 0.0, 0.0],
+    "conv per_sample": [0.0, 0.0, 0.0, 1.2e-12],
+    "conv weighted": [1.4e-05, 0.0, 0.0, 2.2e-13],
+}
+DEFAULTS: dict[str, Constants] = {"cpu": DEFAULT, "cuda": _ON_GPU}
 
 
-_KEPT: dict[tuple[str, bool], Constants] = {}
+_KEPT: dict[tuple[str, bool, str], Constants] = {}
 
 
-def keep(device: torch.device, short: bool, known: Constants) -> None:
+def keep(device: torch.device, short: bool, family: str, known: Constants) -> None:
     """Take these from now on: a run that is taken up must take the routes it took, whatever would be measured now."""
-    _KEPT[str(device), short] = known
+    _KEPT[str(device), short, family] = known
     _constants.cache_clear()
 
 
@@ -233,32 +258,34 @@ def forget() -> None:
     _constants.cache_clear()
 
 
-def constants(device: torch.device, short: bool) -> Constants:
-    """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache.
+def constants(device: torch.device, short: bool, family: str) -> Constants:
+    """The constants of a device for a family of uses, "linear" or "conv"; short: for 16-bit inputs. Measured at the
+    first call, then read from the cache.
 
     Where a user has given a kernel (`ops.register_kernel`) they are measured anew, and kept for this process alone.
     """
-    return _constants(device, short, ops.registry.changes())
+    return _constants(device, short, family, ops.registry.changes())
 
 
 @functools.cache
-def _constants(device: torch.device, short: bool, changes: int) -> Constants:
-    if (str(device), short) in _KEPT:
-        return _KEPT[str(device), short]
+def _constants(device: torch.device, short: bool, family: str, changes: int) -> Constants:
+    if (str(device), short, family) in _KEPT:
+        return _KEPT[str(device), short, family]
+    usual = _of_family(DEFAULTS.get(device.type, DEFAULT), family)
     if os.environ.get("FASTDP_CALIBRATE", "1") == "0" or device.type not in ("cpu", "cuda"):
-        return DEFAULTS.get(device.type, DEFAULT)
+        return usual
     if ops.registry.any_own():
-        return _measured(device, short)
-    path = _path(device, short)
+        return _measured(device, short, family) or usual
+    path = _path(device, short, family)
     try:
         kept: Constants = json.loads(path.read_text())
-        if set(kept) == set(DEFAULT):
+        if set(kept) == set(usual):
             return kept
     except (OSError, ValueError):
         pass
-    found = _measured(device, short)
-    if found is DEFAULTS[device.type]:
-        return found
+    found = _measured(device, short, family)
+    if found is None:
+        return usual
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -269,16 +296,20 @@ def _constants(device: torch.device, short: bool, changes: int) -> Constants:
     return found
 
 
-def _measured(device: torch.device, short: bool) -> Constants:
+def _of_family(known: Constants, family: str) -> Constants:
+    return {job: values for job, values in known.items() if job.startswith(family)}
+
+
+def _measured(device: torch.device, short: bool, family: str) -> Constants | None:
     with torch.no_grad():
-        return calibrate(device, torch.bfloat16 if short else torch.float32) or DEFAULTS[device.type]
+        return calibrate(device, torch.bfloat16 if short else torch.float32, family)
 
 
-def _path(device: torch.device, short: bool) -> Path:
+def _path(device: torch.device, short: bool, family: str) -> Path:
     """A file for each device, its threads, the versions that decide speed, and the probes."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     served = [f"{key} {op.served_by(device.type)}" for key, op in sorted(ops.registry.OPERATORS.items())]
-    what = (name, torch.get_num_threads(), os.cpu_count(), torch.__version__, short, served, _LINEAR, _CONV)
+    what = (name, torch.get_num_threads(), os.cpu_count(), torch.__version__, short, served, family, _LINEAR, _CONV)
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fastdp" / f"costs-{digest}.json"
 

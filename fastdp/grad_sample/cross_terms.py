@@ -7,6 +7,7 @@ may be off, and norms are enlarged by what rounding may do to the clipped sums (
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -141,12 +142,18 @@ def _gains(parameter: Tensor, operand: Tensor) -> tuple[Tensor | float, Tensor |
 
 def _probes(operand: Tensor) -> Tensor:
     """Gradients of an operand: of ones, then PROBES random ones of 1 and -1, the same each time."""
+    count = operand.numel()
+    signs = _signs(operand.device).repeat(1, -(-count // PERIOD))[:, :count]
+    return signs.reshape(PROBES + 1, *operand.shape)
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    """Kept, as copying them to a device waits for it."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (PROBES + 1, PERIOD), generator=generator).mul_(2).sub_(1).float()
     signs[0] = 1
-    count = operand.numel()
-    signs = signs.to(operand.device).repeat(1, -(-count // PERIOD))[:, :count]
-    return signs.reshape(PROBES + 1, *operand.shape)
+    return signs.to(device)
 
 
 def _zeros(parameter: Tensor, count: int) -> Tensor:

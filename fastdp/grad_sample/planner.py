@@ -79,8 +79,9 @@ class Planner:
         key = (shape, device, short, registry.changes())
         found = self._routes.get(key)
         if found is None:
-            known = constants(device, short)
-            times = {route: seconds(route, shape, known) for route in _possible(shape)}
+            known = constants(device, short, shape.family)
+            # kernels take many layers in one launch, whose cost is then no layer's
+            times = {route: seconds(route, shape, known, calls=device.type == "cpu") for route in _possible(shape)}
             lean = {route: time for route, time in times.items() if route != "materialise"}
             found = self._routes[key] = (min(times, key=times.__getitem__), min(lean, key=lean.__getitem__))
         return found

@@ -79,17 +79,13 @@ def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layou
     if layout.batch <= 1 or not 0 <= dim < operand.dim() or operand.size(dim) == 1:
         return
     place = forward_pass.place(name)
-    if layout.order is None and layout_on(operand) is None and by_place(operand, dim, layout):
-        what = "a parameter" if forward_pass.is_parameter(operand) else "a constant"
-        raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
-    if (
-        layout.order is None
-        and forward_pass.is_parameter(operand)
-        and layout.alone < 0
-        and not is_random(operand)
-        and not _alike(operand, dim, layout)
-    ):
-        raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
+    parameter = forward_pass.is_parameter(operand)
+    if layout.order is None and not (parameter and _alike(operand, dim, layout)):
+        if layout_on(operand) is None and by_place(operand, dim, layout):
+            what = "a parameter" if parameter else "a constant"
+            raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
+        if parameter and layout.alone < 0 and not is_random(operand):
+            raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
     if layout.order is not None:
         raise SampleMixingError(
             f"{place}: a parameter meets rows by their position, in an order that depends on other samples. Restore "

@@ -59,8 +59,11 @@ class Cuda:
             run()
         self.stream().wait_stream(self._side)
 
-    def capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """What launches it, and where its results will stand."""
+    def capture(
+        self, run: Callable[[list[Tensor]], Outputs], given: list[Tensor]
+    ) -> tuple[Callable[[], None], Outputs]:
+        """What launches run(given), and where its results will stand. It may empty `given`: what else holds none of
+        these is then memory for what comes behind them, in this graph as well."""
         graph = torch.cuda.CUDAGraph()
         # other threads may go on: those that load and pin batches call CUDA as well. The user's stream is entered so
         # that it is current behind, which torch does not see to where a capture fails
@@ -69,7 +72,7 @@ class Cuda:
             torch.cuda.stream(self.stream()),
             torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"),
         ):
-            outputs = run()
+            outputs = run(given)
         return graph.replay, outputs
 
 
@@ -78,7 +81,9 @@ class Device(Protocol):
 
     def stream(self) -> Any: ...
     def warm(self, run: Callable[[], Outputs]) -> None: ...
-    def capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]: ...
+    def capture(
+        self, run: Callable[[list[Tensor]], Outputs], given: list[Tensor]
+    ) -> tuple[Callable[[], None], Outputs]: ...
 
 
 def device_of(device: torch.device) -> Device | None:
@@ -126,7 +131,7 @@ class Captured:
             raise NotCaptured(why)
         self._program, self._pool = program, pool
         self._inputs = [tensor.clone() for tensor in inputs]
-        self._replay, self._found = warm_and_capture(pool, lambda: in_a_row(run(self._inputs)))
+        self._replay, self._found = warm_and_capture(pool, lambda given: in_a_row(run(self._inputs)), [])
         self.number = 0  # of its last launch
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Outputs, bool]:
@@ -151,12 +156,14 @@ def why_not_captured(program: Program, inputs: Sequence[Tensor]) -> str:
     return ""
 
 
-def warm_and_capture(pool: Pool, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-    """What launches it, and where its results will stand. Raises NotCaptured."""
+def warm_and_capture(
+    pool: Pool, run: Callable[[list[Tensor]], Outputs], given: list[Tensor]
+) -> tuple[Callable[[], None], Outputs]:
+    """`Device.capture`, after a few runs. Raises NotCaptured."""
     try:
         for _ in range(_WARM):
-            pool.device.warm(run)
-        return pool.device.capture(run)
+            pool.device.warm(lambda: run(list(given)))
+        return pool.device.capture(run, given)
     except RuntimeError as problem:
         words = str(problem).strip().splitlines() or [""]
         raise NotCaptured(f"CUDA does not capture it ({words[0][:200]})") from problem

@@ -103,16 +103,18 @@ class CapturedHalves:
             raise NotCaptured(why)
         self._halves, self._pool = halves, pool
         self._inputs = [tensor.clone() for tensor in inputs]
-        self._replay, found = warm_and_capture(pool, lambda: halves.apart(self._inputs))
+        self._replay, found = warm_and_capture(pool, lambda given: halves.apart(self._inputs), [])
         asked = sum(len(slots_in(op.args, op.kwargs)) for op in (program.operations[r.operation] for r in program.read))
         pool.launch([], [], self._replay)  # what the backward takes, which is run before it is captured, stands there
-        self._outputs, self._saved = halves.split(found[: len(found) - asked], self._inputs)
+        self._outputs, saved = halves.split(found[: len(found) - asked], self._inputs)
         self._asked = found[len(found) - asked :]
+        del found
         self._gradients = []
         for number, dtype, device in halves.gradients:
             known = halves.cut.gradients[number]
             self._gradients.append(torch.empty_strided(known.shape, known.stride, dtype=dtype, device=device).zero_())
-        self._again, self._data = warm_and_capture(pool, lambda: halves.backward(self._gradients, list(self._saved)))
+        # each backward is launched behind its forward, so what it is done with is memory for what it makes
+        self._again, self._data = warm_and_capture(pool, lambda given: halves.backward(self._gradients, given), saved)
         self.number = 0  # of the last launch
         self.over = True  # (of a check)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..batch_axis import tensor_notes
 from ..batch_axis.aliasing import look, shares
+from ..batch_axis.deferred_checks import read_at_once
 from ..batch_axis.layout import Layout, is_stale, tag, tag_of
 from ..batch_axis.tensor_notes import was_filled
 from ..engine.explain import Plan
@@ -238,7 +239,7 @@ class StepProgram:
         recorder = Recorder(inputs, held, self.device)
         _RECORDING.append(recorder)
         try:
-            with self._engine.collecting() as found, watched(), Watch(recorder), recorder:
+            with self._engine.collecting() as found, watched(), read_at_once(), Watch(recorder), recorder:
                 losses = self._losses(given)
                 for gradients in found:
                     with torch.no_grad(), exactly():

@@ -27,7 +27,7 @@ def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def default_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same routes on every machine."""
-    monkeypatch.setattr("fastdp.grad_sample.planner.constants", lambda device, short: DEFAULTS["cpu"])
+    monkeypatch.setattr("fastdp.grad_sample.planner.constants", lambda device, short, family: DEFAULTS["cpu"])
 
 
 @pytest.fixture

@@ -43,29 +43,31 @@ def test_a_calibration_is_kept_and_read_again(tmp_path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls = []
 
-    def calibrate(device, dtype, *rest):
-        calls.append(dtype)
-        return {key: [1.0, 2.0, 3.0, 4.0] for key in cost_model.DEFAULTS["cpu"]}
+    def calibrate(device, dtype, family):
+        calls.append((dtype, family))
+        return {key: [1.0, 2.0, 3.0, 4.0] for key in cost_model.DEFAULTS["cpu"] if key.startswith(family)}
 
     monkeypatch.setattr(cost_model, "calibrate", calibrate)
     for _ in range(2):
         cost_model._constants.cache_clear()
-        assert set(map(tuple, cost_model.constants(CPU, False).values())) == {(1.0, 2.0, 3.0, 4.0)}
-    assert calls == [torch.float32] and len(list((tmp_path / "fastdp").glob("*.json"))) == 1
+        assert set(map(tuple, cost_model.constants(CPU, False, "linear").values())) == {(1.0, 2.0, 3.0, 4.0)}
+    assert calls == [(torch.float32, "linear")] and len(list((tmp_path / "fastdp").glob("*.json"))) == 1
     for file in (tmp_path / "fastdp").glob("*.json"):
         file.write_text("{broken")
     cost_model._constants.cache_clear()
-    cost_model.constants(CPU, False)
+    cost_model.constants(CPU, False, "linear")
     assert len(calls) == 2 and all(json.loads(f.read_text()) for f in (tmp_path / "fastdp").glob("*.json"))
     monkeypatch.setattr(cost_model, "calibrate", lambda *args: None)  # a machine too busy to tell
     cost_model._constants.cache_clear()
-    assert cost_model.constants(CPU, True) == cost_model.DEFAULTS["cpu"]
+    known = {key: values for key, values in cost_model.DEFAULTS["cpu"].items() if key.startswith("conv")}
+    assert cost_model.constants(CPU, True, "conv") == known
     cost_model._constants.cache_clear()
 
 
-def test_a_real_calibration_gives_usable_constants() -> None:
-    found = cost_model.calibrate(CPU, torch.float32, 60.0)
-    assert found is not None and set(found) == set(cost_model.DEFAULTS["cpu"])
+@pytest.mark.parametrize("family", ["linear", "conv"])
+def test_a_real_calibration_gives_usable_constants(family: str) -> None:
+    found = cost_model.calibrate(CPU, torch.float32, family, 60.0)
+    assert found is not None and set(found) == {f"{family} {key.split()[1]}" for key in cost_model.DEFAULTS["cpu"]}
     for route in ROUTES:
-        times = [seconds(route, Shape("linear", 8, 64, n, n), found) for n in (32, 1024)]
+        times = [seconds(route, Shape(family, 8, 64, n, n), found) for n in (32, 1024)]
         assert 0 < times[0] < times[1]

@@ -37,15 +37,18 @@ class FakeCuda:
         self.calls.append("warm")
         run()
 
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    def capture(
+        self, run: Callable[[list[Tensor]], list[Tensor]], given: list[Tensor]
+    ) -> tuple[Callable[[], None], list[Tensor]]:
         self.calls.append("capture")
-        before = torch.get_rng_state()
-        outputs = [spoilt(out) for out in run()]
+        before, kept = torch.get_rng_state(), list(given)
+        outputs = [spoilt(out) for out in run(given)]
+        assert not given, "memory that is held goes to nothing else"
         torch.set_rng_state(before)  # a capture draws nothing
 
         def replay() -> None:
             self.calls.append("launch")
-            for own, out in zip(outputs, run(), strict=True):
+            for own, out in zip(outputs, run(list(kept)), strict=True):
                 own.copy_(out * 1.01 if self.spoil and out.is_floating_point() else out)
 
         return replay, outputs
@@ -61,5 +64,5 @@ def spoilt(tensor: Tensor) -> Tensor:
 class NoGraphs(FakeCuda):
     """CUDA refuses the capture."""
 
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    def capture(self, run: Callable[..., Any], given: list[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -124,8 +124,8 @@ def test_a_graph_that_draws_nothing_is_refused() -> None:
     """A generator that was not registered would draw the same masks for ever."""
 
     class Frozen(FakeCuda):
-        def capture(self, run):
-            replay, outputs = super().capture(run)
+        def capture(self, run, given):
+            replay, outputs = super().capture(run, given)
 
             def frozen() -> None:
                 before = torch.get_rng_state()

@@ -155,8 +155,6 @@ def test_tiles_on_the_diagonal(backend: str, way: str, monkeypatch: pytest.Monke
 def test_which_tiles_are_chosen() -> None:
     meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
     pair_of = lambda t, i=768, o=3072, **kind: (meta(8, t, i, **kind), meta(8, t, o, **kind))
-    steps = {t: tiles.sum_tile(*pair_of(t)).k for t in (40, 64, 65, 96, 97, 128, 129, 197, 224, 225, 256, 512, 1000)}
-    assert [t for t, k in steps.items() if k == 32] == [65, 96, 129, 197, 224] and steps[64] == steps[512] == 64
     assert tiles.diagonal(*pair_of(128), 1) == "only" and tiles.diagonal(*pair_of(197), 2) == "apart"
     assert tiles.diagonal(*pair_of(197, o=3001), 2) == "as others"  # loads of two bytes
     # the tiles of 768 -> 3072 are 144 on 132 multiprocessors: of one group they would run for two samples' time

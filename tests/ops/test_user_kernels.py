@@ -174,7 +174,7 @@ def test_a_step_uses_it() -> None:
 
 def test_the_planner_measures_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FASTDP_CALIBRATE", "1")
-    slow = {key: [1.0, 0.0, 0.0, 0.0] for key in cost_model.DEFAULT}
+    slow = {key: [1.0, 0.0, 0.0, 0.0] for key in cost_model.DEFAULT if key.startswith("linear")}
     measured: list[bool] = []
 
     def calibrate(*_: Any) -> cost_model.Constants:
