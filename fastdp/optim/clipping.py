@@ -146,21 +146,22 @@ class Clipping:
         Raises:
             ClippingError: if a custom function exceeds its clipping norm or looks at other samples.
         """
-        finite = torch.stack([torch.isfinite(n) for n in norm_sq]).all(0)
-        tiny = torch.finfo(torch.float32).tiny  # below it float32 rounds by more than any margin
+        squares = torch.stack(list(norm_sq)) if len(norm_sq) > 1 else norm_sq[0][None]  # [groups, B]
+        drop = ~(squares > 0)  # a zero gradient contributes nothing: let no factor grow
         if self._own is not None:
-            every = self._by_function(self._own, norm_sq)
+            every = torch.stack(self._by_function(self._own, norm_sq))
+            tiny = torch.finfo(torch.float32).tiny  # below it float32 rounds by more than any margin
+            drop = drop | ~(every.abs() >= tiny)
         else:
-            kind = str(self.clipping)
-            every = [
-                clip_factors(squares, group.max_grad_norm, kind, self.gamma)
-                for group, squares in zip(self.groups if groups is None else groups, norm_sq, strict=True)
-            ]
-        found = []
-        for squares, c in zip(norm_sq, every, strict=True):
-            keep = finite & (squares > 0) & (c.abs() >= tiny)  # a zero gradient contributes nothing: let no factor grow
-            found.append(torch.where(keep, c, torch.zeros_like(c)).float())
-        return found
+            limits, kind = [group.max_grad_norm for group in groups or self.groups], str(self.clipping)
+            if len(set(limits)) == 1:
+                every = clip_factors(squares.flatten(), limits[0], kind, self.gamma).view_as(squares)
+            else:
+                every = torch.stack(
+                    [clip_factors(own, limit, kind, self.gamma) for own, limit in zip(squares, limits, strict=True)]
+                )
+        drop = drop | ~torch.isfinite(squares).all(0)
+        return list(every.masked_fill(drop, 0).float().unbind())
 
     def _by_function(self, own: OwnFunction, norm_sq: Sequence[Tensor]) -> list[Tensor]:
         every = [squares.sqrt() for squares in norm_sq]
