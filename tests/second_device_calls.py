@@ -147,7 +147,58 @@ def check_without_events(device: str) -> None:
         awaited.look()
 
 
+class Positions(torch.nn.Module):
+    """Rows of a table, looked up by ids [B, T] that the forward makes, beside the samples' [B, T, 4]."""
+
+    def __init__(self, rows_of: Callable[[Tensor, int, int], Tensor]) -> None:
+        super().__init__()
+        self.table, self.layer, self.rows_of = torch.nn.Parameter(torch.randn(9, 4)), torch.nn.Linear(4, 4), rows_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.rows_of(self.table, len(x), x.size(1))
+
+
+def _alike(table: Tensor, b: int, t: int) -> Tensor:
+    return F.embedding(torch.arange(t, device=table.device).repeat(b, 1), table)
+
+
+def _by_place(table: Tensor, b: int, t: int) -> Tensor:
+    return F.embedding(torch.arange(b, device=table.device)[:, None].repeat(1, t), table)
+
+
+def _ids_written(table: Tensor, b: int, t: int) -> Tensor:
+    """The ids are alike when they are looked at."""
+    ids = torch.arange(b, device=table.device)[:, None].repeat(1, t)
+    found = F.embedding(ids, table)
+    ids.data.zero_()
+    return found
+
+
+def _rows_written(table: Tensor, b: int, t: int) -> Tensor:
+    found = _alike(table, b, t)
+    found.data[1:] *= 2
+    return found
+
+
+def check_positions(device: str) -> None:
+    """Whether looked up rows are alike is known without waiting, unless something was written out of sight."""
+    x = torch.randn(3, 5, 4).to(device)
+    for rows_of in (_alike, _by_place, _ids_written, _rows_written):
+        model = Positions(rows_of).to(device)
+        engine = fastdp.PerSampleGradients(model)
+        if rows_of is _alike:
+            model(x).square().sum((1, 2)).mean().backward()
+            with Waits(torch.device(device).type) as waits:
+                model(x).square().sum((1, 2)).mean().backward()
+            assert not waits.found, waits.found
+        else:
+            with pytest.raises(SampleMixingError, match="by their place"):
+                model(x).square().sum((1, 2)).mean().backward()
+        engine.detach()
+
+
 CHECKS = {
+    "positions looked up": check_positions,
     "rules of captures": check_rules, "clocks": check_clocks, "draws of checkpointed blocks": check_draws,
     "autocast": check_autocast, "captured steps": check_captured,
     "streams": check_streams, "a device without events": check_without_events,

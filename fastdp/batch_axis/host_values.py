@@ -59,7 +59,7 @@ class Known:
         """Whether the tensor is what it was when this was noted, and was not to be written to out of sight."""
         if self._version != tensor._version or self._moment != now().number:
             return False
-        return getattr(storage_of(tensor), KNOWN, None) is None
+        return not is_given_away(tensor)
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -89,6 +89,11 @@ def known(tensor: Any) -> Known | None:
         return None
     shape, stride = tensor.shape, tensor.stride()
     return Known(lambda: whole.numbers().contiguous().as_strided(shape, stride, offset), None)
+
+
+def is_given_away(tensor: Tensor) -> bool:
+    """Whether a device tensor's memory was to be written to out of sight."""
+    return getattr(storage_of(tensor), KNOWN, None) is not None
 
 
 def on_host(tensor: Tensor) -> Tensor | None:
@@ -206,8 +211,8 @@ def note_known(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     elif func in _COPYING:
         copied = known(first)
         if copied is not None and not copied.order and not copied.undoes and out is not first:
-            numbers = copied.numbers
-            Known(lambda: func(numbers(), *args[1:], **kwargs), None).of(out)
+            numbers, sizes = copied.numbers, [tuple(each) if isinstance(each, list) else each for each in args[1:]]
+            Known(lambda: func(numbers(), *sizes, **kwargs), None).of(out)
     elif func in _SHIFTING or func in _DIVIDING:
         if len(args) != 2 or kwargs or type(args[1]) is not int or (func in _DIVIDING and not args[1]):
             return

@@ -246,9 +246,11 @@ DEFAULTS: dict[str, Constants] = {"cpu": DEFAULT, "cuda": _ON_GPU}
 _KEPT: dict[tuple[str, bool, str], Constants] = {}
 
 
-def keep(device: torch.device, short: bool, family: str, known: Constants) -> None:
-    """Take these from now on: a run that is taken up must take the routes it took, whatever would be measured now."""
-    _KEPT[str(device), short, family] = known
+def keep(device: torch.device, short: bool, known: Constants) -> None:
+    """Take these, of one family or both, from now on: a run that is taken up must take the routes it took, whatever
+    would be measured now."""
+    for family in {job.split()[0] for job in known}:
+        _KEPT[str(device), short, family] = _of_family(known, family)
     _constants.cache_clear()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..batch_axis.batch_positions import WHY, by_place, is_random, rows_alike
+from ..batch_axis.host_values import is_given_away, known
 from ..batch_axis.layout import Layout, layout_on, samplewise, tag_of
 from ..errors import BatchLayoutError, SampleMixingError
 from .forward_pass import ForwardPass
@@ -79,12 +80,12 @@ def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layou
     if layout.batch <= 1 or not 0 <= dim < operand.dim() or operand.size(dim) == 1:
         return
     place = forward_pass.place(name)
-    parameter = forward_pass.is_parameter(operand)
-    if layout.order is None and not (parameter and _alike(operand, dim, layout)):
+    if layout.order is None and not _looked_up_alike(operand, dim, layout):
+        parameter = forward_pass.is_parameter(operand)
         if layout_on(operand) is None and by_place(operand, dim, layout):
             what = "a parameter" if parameter else "a constant"
             raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
-        if parameter and layout.alone < 0 and not is_random(operand):
+        if parameter and layout.alone < 0 and not is_random(operand) and not _alike(operand, dim, layout):
             raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
     if layout.order is not None:
         raise SampleMixingError(
@@ -92,6 +93,17 @@ def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layou
             "the order first.",
             f"{place} meets a parameter with rows whose order depends on the data",
         )
+
+
+def _looked_up_alike(operand: Tensor, dim: int, layout: Layout) -> bool:
+    """Whether rows of a parameter were looked up on a device by the same ids for all samples, which are known without
+    waiting for it, and neither they nor the rows were written to since."""
+    link = link_of(operand)
+    if link is None or link.kind != "lookup" or link.ids is None or dim >= link.ids.dim():
+        return False
+    if known(link.ids) is None or operand._version or operand._is_view() or is_given_away(operand):
+        return False
+    return rows_alike(link.ids, dim, layout)
 
 
 def _alike(operand: Tensor, dim: int, layout: Layout) -> bool:

@@ -206,16 +206,21 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         """What the planner chooses routes by; routes decide the last bits of the sums."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         kinds = {p.dtype in (torch.bfloat16, torch.float16) for p in trained} | {False, self.args.device.type == "cuda"}
-        families = ["linear", "conv"] if any(p.dim() > 2 for p in trained) else ["linear"]
+        families = ("linear", "conv") if any(p.dim() > 2 for p in trained) else ("linear",)
         device = trained[0].device
-        return {f"{family} {int(short)}": cost_model.constants(device, short, family)
-                for short in sorted(kinds) for family in families}  # fmt: skip
+        return {
+            str(int(short)): {
+                job: values
+                for family in families
+                for job, values in cost_model.constants(device, short, family).items()
+            }
+            for short in sorted(kinds)
+        }
 
     def _keep_costs(self, known: Mapping[str, Any]) -> None:
         device = next(self.model.parameters()).device
-        for name, constants in known.items():
-            family, short = name.split()
-            cost_model.keep(device, short == "1", family, constants)
+        for short, constants in known.items():
+            cost_model.keep(device, short == "1", constants)
 
     def _logged_history(self) -> list[Any] | None:
         """The steps in the log that will not be made again, as the account's history; None without a log."""

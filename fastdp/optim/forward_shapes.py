@@ -10,6 +10,7 @@ from ..graphs.forward_program import ForwardProgram, Outputs
 
 CHANGES = 3  # times, at most, that a shape is recorded anew as the loss takes other outputs, or for one change
 _ENOUGH = 2  # a size is recorded when it is met that often
+_SIZES = 64  # of which it is counted how often they are met
 _FILLED = 0.75  # of a recorded size, at least, so that its padding is worth less than a recording of its own
 
 
@@ -53,6 +54,8 @@ class Shape:
         """The size to record as a batch of so many samples comes, the one that would have served most forwards; 0 if
         that is none yet, or not of this batch."""
         self.met[samples] += 1
+        if len(self.met) > _SIZES:
+            self.met = Counter(dict(self.met.most_common(_SIZES // 2)))
         if self.exactly:
             return samples if self.met[samples] >= _ENOUGH else 0
         served = {size: [number for number in self.met if _serves(size, number)] for size in self.met}

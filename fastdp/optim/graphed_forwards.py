@@ -174,7 +174,8 @@ class GraphedForwards:
                 by_sample = [isinstance(leaf, Tensor) and kind[2] for leaf, kind in zip(leaves, key[2], strict=True)]
                 own = Batch(spec, tuple(by_sample), size)
                 if self._may_record():
-                    program = self._recorded(module, shape, own, leaves)
+                    found = self._recorded(module, shape, own, leaves)
+                    program = found if size == samples or not found.only else None
                 else:
                     shape.due = functools.partial(self._recorded, module, shape, own, copies(leaves))
         return Prepared(shape, leaves, samples, program)

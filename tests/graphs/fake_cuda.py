@@ -56,9 +56,11 @@ class FakeCuda:
 
 def spoilt(tensor: Tensor) -> Tensor:
     """Memory of a capture, which runs nothing: what stands in it is no result before the first launch."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.full_like(tensor, math.nan)
-    return torch.full_like(tensor, True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+    real = tensor.is_floating_point() or tensor.is_complex()
+    wrong = math.nan if real else True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
+    if 0 in tensor.stride():  # expanded: no copy could be written there
+        return torch.full_like(tensor, wrong)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).fill_(wrong)
 
 
 class NoGraphs(FakeCuda):

@@ -170,6 +170,17 @@ def test_batches_of_other_sizes_are_padded() -> None:
     assert sorted(p.batch.size for shape in run.told._shapes.values() for p in shape.programs) == [5, 8, 20]
 
 
+def test_a_recording_for_one_size_alone_serves_no_other() -> None:
+    """Of sizes at random the largest is recorded: what it is recorded at is another step than that of this batch."""
+
+    class Branching(Net):
+        def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+            return super().forward(x, 2.0 if len(x) > 10 else 1.0)
+
+    run = both(Branching, of_batches([9, 10, 12, 9, 9, 10, 12, 12, 12]))
+    assert run.told.replayed > 0
+
+
 def test_batches_of_other_sizes_draw_their_own_random_numbers() -> None:
     run = both(lambda: Net(0.3), of_batches([B, B, B, 7, 6, B]))
     assert (run.told.replayed, run.told.eager) == (2, 4)

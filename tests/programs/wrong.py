@@ -178,6 +178,12 @@ wrong("table by row", "h = h + self.UU[:len(h)]", "self.UU = nn.Parameter(torch.
 wrong(
     "embedding of arange by row", "h = h + self.UU(torch.arange(len(h)))", "self.UU = nn.Embedding(20, D)", takes="vec"
 )
+wrong(
+    "ids by row, written out of sight",
+    "ids = torch.arange(len(h))\np = self.UU(ids)\nids.data.zero_()\nh = h + p",
+    "self.UU = nn.Embedding(20, D)",
+    takes="vec",
+)
 wrong("buffer by row", "h = h * self.UU[:len(h)]" + ROWS, "self.register_buffer('UU', torch.randn(20))")
 wrong("halves treated apart", "k = len(h) // 2\nh = torch.cat([h[:k] * 3, -h[k:]])")
 wrong(
