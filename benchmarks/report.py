@@ -1,4 +1,4 @@
-"""The tables and figures of README.md, benchmarks/README.md and docs/gpu.md, from the rows in benchmarks/data alone.
+"""The tables and figures of README.md and benchmarks/README.md, from the rows in benchmarks/data alone.
 
     python -m benchmarks.report [--data DIR] [--no-figures]
 
@@ -20,7 +20,7 @@ from .report_text import LOST, best, cell, note, size, two
 from .tables import between, table, wrapped
 
 ROOT = Path(__file__).parent.parent
-DATA, FIGURES, GPU = ROOT / "benchmarks/data", ROOT / "docs", ROOT / "docs/gpu.md"
+DATA, FIGURES = ROOT / "benchmarks/data", ROOT / "docs"
 README, PAGE = ROOT / "README.md", ROOT / "benchmarks/README.md"
 HOW = "`python -m benchmarks.training --suite {suite} --out benchmarks/data`, then `python -m benchmarks.report`"
 SHOWN = 4  # workloads in README.md, which is to stay short
@@ -185,11 +185,6 @@ def readme(text: str, cases: Cases) -> str:
     return between(text, "training", made) if made else text
 
 
-def gpu_page(text: str, cases: Cases) -> str:
-    """docs/gpu.md of today."""
-    return between(text, "gpu", report_gpu.steps(cases))
-
-
 def page(text: str, cases: Cases) -> str:
     """benchmarks/README.md of today."""
     blocks: dict[str, Callable[[Cases], str]] = {
@@ -207,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-figures", action="store_true")
     options = parser.parse_args(arguments)
     cases = data.newest(data.read(options.data))
-    for path, made in ((README, readme), (PAGE, page), (GPU, gpu_page)):
+    for path, made in ((README, readme), (PAGE, page)):
         path.write_text(made(path.read_text(), cases))
     if not figure_names(cases):
         none = f"no rows of the suites cpu and gpu in {options.data}"

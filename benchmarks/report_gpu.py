@@ -1,6 +1,6 @@
-"""What was measured on a GPU: docs/gpu.md's table of steps, and every operator and host time for benchmarks/README.md.
+"""What was measured on a GPU: remarks on steps, and every operator and host time for benchmarks/README.md.
 
-Rows of training_cuda.csv, kernels_cuda.csv and host_cuda.csv: new ones take the place of old ones by themselves.
+Rows of kernels_cuda.csv and host_cuda.csv: new ones take the place of old ones by themselves.
 """
 
 from __future__ import annotations
@@ -9,27 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import report_data as data
-from .report_data import BASE, GRAPHED, OURS, Cases, Row, label, measured
-from .report_text import LOST, best, cell, note, size
+from .report_data import Cases, Row
 from .tables import read_rows, table, wrapped
 
-HEAD = ("workload", "batch x length", "ordinary, ms", "**replayed**", "fastdp", "layerwise", "best Opacus")
 KERNELS = ("operator", "shape", "backend", "ms", "reference_ms", "speedup", "roof", "bound", "error")
 HOST = ("model", "contender", "wall_ms", "host_ms", "device_ms", "idle", "kernels", "device", "commit")
-
-
-def steps(cases: Cases) -> str:
-    """docs/gpu.md's table: times of steps over ordinary ones."""
-    for place in data.places(cases, "gpu")[:1]:
-        mine = measured(cases, "gpu", place)
-        lines = []
-        for case, group in mine.items():
-            ordinary = cell(group.get(BASE), "step_ms")
-            ours = [cell(group.get(name), "ratio") for name in (GRAPHED, OURS, "fastdp layerwise")]
-            lines.append([label(case), size(case), ordinary, *ours, best(group, "ratio")])
-        told = [f"{note(mine.values())}; {LOST}: better than ours from Python.", *remarks(mine)]
-        return f"{wrapped(' '.join(told))}\n\n{table(HEAD, lines)}"
-    return "No rows yet."
 
 
 def remarks(mine: Cases) -> list[str]:

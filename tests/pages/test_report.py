@@ -68,7 +68,7 @@ def cells(text: str, start: str) -> list[str]:
 def test_documents_hold_what_the_committed_rows_say() -> None:
     """Fails if a table was edited by hand, or rows came without `python -m benchmarks.report`."""
     found = data.newest(data.read(report.DATA))
-    made_by = {report.README: report.readme, report.PAGE: report.page, report.GPU: report.gpu_page}
+    made_by = {report.README: report.readme, report.PAGE: report.page}
     for path, made in made_by.items():
         text = path.read_text()
         assert made(text, found) == text, f"{path.name}: run python -m benchmarks.report"
@@ -151,7 +151,7 @@ def test_the_readme_shows_a_few_workloads_and_first_those_we_lose() -> None:
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copies that the command may write to."""
-    for name, path in (("README", report.README), ("PAGE", report.PAGE), ("GPU", report.GPU)):
+    for name, path in (("README", report.README), ("PAGE", report.PAGE)):
         copy = tmp_path / name
         copy.write_text(path.read_text())
         monkeypatch.setattr(report, name, copy)
@@ -188,7 +188,7 @@ from pathlib import Path
 sys.modules["matplotlib"] = None  # importing it fails
 from benchmarks import report
 folder = Path({str(documents)!r})
-report.README, report.PAGE, report.GPU, report.FIGURES = folder / "README", folder / "PAGE", folder / "GPU", folder
+report.README, report.PAGE, report.FIGURES = folder / "README", folder / "PAGE", folder
 assert "torch" not in sys.modules
 report.main(["--data", str(folder)])
 """
