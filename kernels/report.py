@@ -101,7 +101,7 @@ def source(launch: Launch) -> ASTSource:
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, attributes)

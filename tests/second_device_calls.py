@@ -91,10 +91,10 @@ class StrictGraphs(FakeCuda):
         super().__init__()
         self.device, self.functions = device, torch.get_device_module(device)
 
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    def capture(self, run: Callable[..., Any], given: list[Tensor]) -> tuple[Callable[[], None], list[Tensor]]:
         before = self.functions.get_rng_state(self.device)
         with self.functions.capturing():
-            captured = super().capture(run)
+            captured = super().capture(run, given)
         self.functions.set_rng_state(before, self.device)  # a capture draws nothing
         return captured
 

@@ -106,7 +106,7 @@ class Labels:
         if kind == "rows":
             known = [t for t in tensors_in(args[1:]) if tag_of(t, self.batch) is not None]
             if isinstance(args[0], Tensor) and tag_of(args[0], self.batch) is not None:  # of columns, by labels
-                index = args[1] if isinstance(args[1], tuple) else ()
+                index = args[1] if len(args) > 1 and isinstance(args[1], tuple) else ()
                 return [t for t in tensors_in(index[1:]) if t.dtype in (torch.int64, torch.int32)]
             if isinstance(args[0], Tensor) and is_of_model(args[0]):  # detached prototypes, by labels
                 return [t for t in tensors_in(args[1:]) if t.dtype in (torch.int64, torch.int32)]

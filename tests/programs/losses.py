@@ -16,6 +16,7 @@ def either(name: str, lines: str, init: str = "", **options: object) -> None:
 # --------------------------------------------------------------------------- of one sample each
 right("cross-entropy", "loss = F.cross_entropy(out, y, reduction='RED')")
 right("cross-entropy of samples", "loss = F.cross_entropy(out, y, reduction='none').RED()")
+right("unbound losses", "losses = F.cross_entropy(out, y, reduction='none')\nloss = torch.stack(losses.unbind()).RED()")
 right("label smoothing", "loss = F.cross_entropy(out, y, label_smoothing=0.1, reduction='RED')")
 right(
     "class weights of samples",
