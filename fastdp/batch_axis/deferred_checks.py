@@ -6,9 +6,8 @@ that a step which is refused a step later was one of noise alone.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ..errors import SampleMixingError
 from ..ops.common import event_on, streams_of
+from ..ops.registry import is_watched
 
 
 class DeferredCheck(NamedTuple):
@@ -58,25 +58,12 @@ def doubt(flag: Tensor, why: str, message: str = "") -> None:
     read it too.
     """
     one = DeferredCheck(flag, why, message or f"the loss is no sum or mean of each sample's own loss: {why}.")
-    if _AT_ONCE:
+    if is_watched():
         if bool(flag):
             raise SampleMixingError(one.message, why)
         return
     for inbox in list(_INBOXES):
         inbox.put(one)
-
-
-_AT_ONCE: list[None] = []
-
-
-@contextlib.contextmanager
-def read_at_once() -> Iterator[None]:
-    """Within it flags are read as they come. Raises SampleMixingError there."""
-    _AT_ONCE.append(None)
-    try:
-        yield
-    finally:
-        _AT_ONCE.pop()
 
 
 def answers(doubts: list[DeferredCheck]) -> list[bool]:

@@ -7,7 +7,6 @@ may be off, and norms are enlarged by what rounding may do to the clipped sums (
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -141,19 +140,14 @@ def _gains(parameter: Tensor, operand: Tensor) -> tuple[Tensor | float, Tensor |
 
 
 def _probes(operand: Tensor) -> Tensor:
-    """Gradients of an operand: of ones, then PROBES random ones of 1 and -1, the same each time."""
-    count = operand.numel()
-    signs = _signs(operand.device).repeat(1, -(-count // PERIOD))[:, :count]
-    return signs.reshape(PROBES + 1, *operand.shape)
-
-
-@functools.cache
-def _signs(device: torch.device) -> Tensor:
-    """Kept, as copying them to a device waits for it."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (PROBES + 1, PERIOD), generator=generator).mul_(2).sub_(1).float()
-    signs[0] = 1
-    return signs.to(device)
+    """Gradients of an operand: of ones, then PROBES random ones of 1 and -1, the same each time, made where it lies:
+    copying them there would wait for a device."""
+    count, device = operand.numel(), operand.device
+    places = torch.arange(1, PROBES * PERIOD + 1, device=device).view(PROBES, PERIOD)
+    mixed = places * -7046029254386353131  # splitmix64's odd numbers
+    mixed = (mixed ^ mixed >> 31) * -4658895280553007687
+    signs = torch.cat([torch.ones(1, PERIOD, device=device), ((mixed >> 40 & 1) * 2 - 1).float()])
+    return signs.repeat(1, -(-count // PERIOD))[:, :count].reshape(PROBES + 1, *operand.shape)
 
 
 def _zeros(parameter: Tensor, count: int) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..batch_axis import tensor_notes
 from ..batch_axis.aliasing import look, shares
-from ..batch_axis.deferred_checks import read_at_once
 from ..batch_axis.layout import Layout, is_stale, tag, tag_of
 from ..batch_axis.tensor_notes import was_filled
 from ..engine.explain import Plan
@@ -239,7 +238,7 @@ class StepProgram:
         recorder = Recorder(inputs, held, self.device)
         _RECORDING.append(recorder)
         try:
-            with self._engine.collecting() as found, watched(), read_at_once(), Watch(recorder), recorder:
+            with self._engine.collecting() as found, watched(), Watch(recorder), recorder:
                 losses = self._losses(given)
                 for gradients in found:
                     with torch.no_grad(), exactly():
