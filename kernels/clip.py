@@ -16,7 +16,9 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 TINY = tl.constexpr(2.0**-126)
 
 
-@triton.jit(do_not_specialize=["limit_high", "limit_low", "gamma_high", "gamma_low", "enlarge_high", "enlarge_low"])
+@triton.jit(
+    do_not_specialize=["B", "limit_high", "limit_low", "gamma_high", "gamma_low", "enlarge_high", "enlarge_low"]
+)
 def clip_kernel(p_norm_sq, p_out, B, limit_high, limit_low, gamma_high, gamma_low, enlarge_high, enlarge_low,
                 KIND: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A block of samples. KIND: the place in KINDS; SMALLEST: below it a square may be rounding, -1 if none is."""

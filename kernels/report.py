@@ -88,12 +88,13 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
 
 
 def source(launch: Launch) -> ASTSource:
-    """What Triton would compile for a launch: integers of value 1 constant, multiples of 16 marked as such."""
+    """What Triton would compile for a launch: integers of value 1 constant, multiples of 16 marked as such, but for
+    those that make no code of their own."""
     signature, constants, attributes = {}, {}, {}
-    constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}
-    for index, name in enumerate(launch.kernel.arg_names):
+    for index, parameter in enumerate(launch.kernel.params):
+        name, special = parameter.name, not parameter.do_not_specialize
         value = launch.arguments[name]
-        if name in constexprs or value is None or (isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and special):
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + TYPES[value.dtype]
@@ -102,7 +103,7 @@ def source(launch: Launch) -> ASTSource:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and special:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, attributes)
 

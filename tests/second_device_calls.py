@@ -14,6 +14,8 @@ from torch import Tensor
 import fastdp
 import fastdp.optim.graphed_step
 from fastdp.batch_axis.deferred_checks import AwaitedChecks, DeferredCheck
+from fastdp.batch_axis.host_values import Order, known, made_known
+from fastdp.batch_axis.tensor_notes import KNOWN
 from fastdp.errors import SampleMixingError
 from fastdp.graphs import steps
 
@@ -180,10 +182,24 @@ def _rows_written(table: Tensor, b: int, t: int) -> Tensor:
     return found
 
 
+def _rows_added(table: Tensor, b: int, t: int) -> Tensor:
+    found = _alike(table, b, t)
+    found += torch.arange(b, device=table.device)[:, None, None]
+    return found
+
+
+def _copies_of_an_order(table: Tensor, b: int, t: int) -> Tensor:
+    """Copies of an order that only the device knows are no range."""
+    order = made_known(torch.arange(t, device=table.device).flip(0), partial(torch.arange, t))
+    order.__dict__[KNOWN].order = Order(t)
+    assert all(known(copy) is None for copy in (order.clone(), order.repeat(2)))
+    return _by_place(table, b, t)
+
+
 def check_positions(device: str) -> None:
     """Whether looked up rows are alike is known without waiting, unless something was written out of sight."""
     x = torch.randn(3, 5, 4).to(device)
-    for rows_of in (_alike, _by_place, _ids_written, _rows_written):
+    for rows_of in (_alike, _by_place, _ids_written, _rows_written, _rows_added, _copies_of_an_order):
         model = Positions(rows_of).to(device)
         engine = fastdp.PerSampleGradients(model)
         if rows_of is _alike:

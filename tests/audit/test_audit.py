@@ -36,6 +36,13 @@ def test_a_right_step_passes_every_test(name: str) -> None:
     assert report.exit_status == 0 and [f.name for f in report.findings] == names
 
 
+@pytest.mark.parametrize("seed", [2, 5])
+def test_weights_that_move_far_are_no_dependence_of_samples(seed: int) -> None:
+    """What differs at C and at a third of it is looked at again where the weights move less."""
+    report = audit(right.RIGHT["large inputs"](), ["per_sample_independence"], seed=seed)
+    assert not report.bugs, str(report)
+
+
 def test_fastdp_passes_with_the_noise_that_it_releases() -> None:
     """Noise from the operating system: tests without a p-value only, so that no chance decides."""
     names = ["no_clipping", "minibatch_clipping", "uncalibrated_noise", "noise_once", "accountant", "empty_batch"]

@@ -10,6 +10,7 @@ from torch import nn
 import fastdp
 from fastdp.grad_sample import cost_model
 from fastdp.grad_sample.cost_model import ROUTES, Shape, seconds
+from fastdp.grad_sample.planner import Planner
 
 CPU = torch.device("cpu")
 
@@ -71,3 +72,23 @@ def test_a_real_calibration_gives_usable_constants(family: str) -> None:
     for route in ROUTES:
         times = [seconds(route, Shape(family, 8, 64, n, n), found) for n in (32, 1024)]
         assert 0 < times[0] < times[1]
+
+
+def test_a_launch_costs_no_layer_anything_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There kernels take many layers in one."""
+    known = {f"linear {job}": [0.0, 1.0, 0.0, 0.0] for job in ("gram", "direct", "sum", "per_sample", "weighted")}
+    known["linear gram"][0] = 1e12
+    monkeypatch.setattr("fastdp.grad_sample.planner.constants", lambda device, short, family: known)
+    shape = Shape("linear", 8, 16, 64, 64)  # few positions: gram has less arithmetic
+    assert [Planner().norm_route(shape, torch.device(kind), True) for kind in ("cpu", "cuda")] == ["direct", "gram"]
+
+
+def test_what_is_kept_goes_before_what_is_measured() -> None:
+    kept = {f"{family} {job}": [3.0] * 4 for family in ("linear", "conv") for job in ("gram", "direct")}
+    try:
+        cost_model.keep(CPU, True, kept)
+        assert cost_model.constants(CPU, True, "conv") == {"conv gram": [3.0] * 4, "conv direct": [3.0] * 4}
+        assert cost_model.constants(CPU, False, "conv") != cost_model.constants(CPU, True, "conv")
+    finally:
+        cost_model.forget()
+    assert len(cost_model.constants(CPU, True, "conv")) == 5

@@ -77,3 +77,20 @@ def test_kernels_compile(dtype: str) -> None:
             assert b["wide"], f"narrow loads: {b}"
         if dtype == "fp32":
             assert not b["matrix"], f"float32 must not be rounded to tf32: {b}"
+
+
+def test_batches_of_other_sizes_compile_nothing() -> None:
+    code = """
+import importlib, pkgutil, fastdp.kernels, triton
+for name in [found.name for found in pkgutil.iter_modules(fastdp.kernels.__path__)]:
+    for kernel in vars(importlib.import_module("fastdp.kernels." + name)).values():
+        if isinstance(kernel, triton.runtime.jit.JITFunction) and kernel.__name__.endswith("_kernel"):
+            for p in kernel.params:
+                if p.name in ("B", "T", "n_o", "n_i", "parts", "share") and not p.do_not_specialize:
+                    print(kernel.__name__, p.name)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-2000:]

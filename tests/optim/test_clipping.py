@@ -67,7 +67,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("style", ["flat", "layerwise"])
+@pytest.mark.parametrize("style", ["flat", "layerwise", "groups"])
 @pytest.mark.parametrize("clipping", FORMULAS)
 def test_a_step_is_the_sum_of_samples_gradients_times_their_factors(clipping: str, style: str) -> None:
     """By the formulas, of norms of one-sample backwards: some above the clipping norm, some below."""
@@ -75,10 +75,11 @@ def test_a_step_is_the_sum_of_samples_gradients_times_their_factors(clipping: st
     parameters = list(model.parameters())
     alone = [torch.autograd.grad(model(row[None]).square().sum(), parameters) for row in x]
     layers = [parameters] if style == "flat" else [parameters[:2], parameters[2:]]
-    bound = 1.0 / math.sqrt(len(layers))
+    bounds = [0.5, 1.5] if style == "groups" else [1.0 / math.sqrt(len(layers))] * len(layers)
+    groups = [{"params": layer, "max_grad_norm": bound} for layer, bound in zip(layers, bounds, strict=True)]
     want, seen = [torch.zeros_like(p, dtype=torch.float64) for p in parameters], set()
     for grads in alone:
-        for layer in layers:
+        for layer, bound in zip(layers, bounds, strict=True):
             mine = [k for k, p in enumerate(parameters) if any(p is q for q in layer)]
             norm = math.sqrt(sum(float(grads[k].double().square().sum()) for k in mine))
             seen.add(norm > bound)
@@ -87,9 +88,25 @@ def test_a_step_is_the_sum_of_samples_gradients_times_their_factors(clipping: st
     assert seen == {True, False}
     before = [p.detach().clone() for p in parameters]
     optimizer = fastdp.DPSGD(
-        model, lr=1.0, noise_multiplier=0.0, max_grad_norm=1.0, clipping=clipping, style=style, loss_reduction="sum"
-    )
+        model, lr=1.0, noise_multiplier=0.0, max_grad_norm=1.0, clipping=clipping,
+        style=groups if style == "groups" else style, loss_reduction="sum",
+    )  # fmt: skip
     model(x).square().sum().backward()
     optimizer.step()
     for was, now, total in zip(before, parameters, want, strict=True):
         torch.testing.assert_close((was - now).double(), total, rtol=1e-4, atol=1e-5)
+
+
+def tiny(norms: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(norms, 1e-40)
+
+
+@pytest.mark.parametrize("clipping", [*FORMULAS, tiny])
+def test_samples_that_are_no_numbers_or_zero_have_no_factor(clipping: object) -> None:
+    """Of a gradient that is no number in one group in none; of a zero one; where float32 would round the factor."""
+    optimizer = fastdp.DPSGD(model_of(), lr=1.0, noise_multiplier=0.0, clipping=clipping, style="layerwise")
+    squares = [torch.tensor([math.nan, 0.0, 0.04, math.inf]), torch.tensor([0.04, 0.04, 0.0, 0.04])]
+    one, two = optimizer._privacy.clipping.factors([each.double() for each in squares])
+    some = callable(clipping)
+    assert [float(c) > 0 for c in one] == [False, False, not some, False]
+    assert [float(c) > 0 for c in two] == [False, not some, False, False]

@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,3 +254,25 @@ def test_a_loss_that_takes_others_at_every_step_is_given_up() -> None:
 
     found = trained(model, step, 24)
     assert "now these outputs, now others" in found.told()
+
+
+def recorded_of(sizes: list[int]) -> list[int]:
+    """The sizes that are recorded as batches of these come, and count anew."""
+    shape, found = forward_shapes.Shape(), list[int]()
+    for samples in sizes:
+        if shape.fitting(samples) is None and (size := shape.size_to_record(samples)):
+            found.append(size)
+            made: Any = SimpleNamespace(
+                only="", batch=SimpleNamespace(size=size), guards=SimpleNamespace(changed=lambda: "")
+            )
+            shape.recorded(made)
+    assert len(shape.met) <= 64
+    return found
+
+
+def test_the_size_that_serves_most_is_recorded() -> None:
+    assert recorded_of([8, 8, 8, 5, 8, 5]) == [8, 5]  # an epoch's last batch when it comes again
+    assert recorded_of([30, 32, 30, 31]) == [32]  # with padding it serves both
+    assert recorded_of([13, 21, 19, 23, 20, 13, 18, 22]) == [24, 13]  # of sizes at random what larger ones need, too
+    assert recorded_of([10, 50, 49, 48, 47, 10]) == [52, 10]
+    assert recorded_of([k * 1000 for k in range(1, 200)])[:1] == []
