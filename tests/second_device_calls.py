@@ -190,9 +190,12 @@ def _rows_added(table: Tensor, b: int, t: int) -> Tensor:
 
 def _copies_of_an_order(table: Tensor, b: int, t: int) -> Tensor:
     """Copies of an order that only the device knows are no range."""
-    order = made_known(torch.arange(t, device=table.device).flip(0), partial(torch.arange, t))
-    order.__dict__[KNOWN].order = Order(t)
-    assert all(known(copy) is None for copy in (order.clone(), order.repeat(2)))
+    with torch._C.DisableTorchFunction():  # as the engine itself
+        order = made_known(torch.arange(t, device=table.device).flip(0), partial(torch.arange, t))
+        order.__dict__[KNOWN].order = Order(t)
+    copies = order.clone(), order.repeat(2)
+    with torch._C.DisableTorchFunction():
+        assert known(order) is not None and not any(map(known, copies))
     return _by_place(table, b, t)
 
 
