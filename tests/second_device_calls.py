@@ -182,14 +182,6 @@ def _rows_written(table: Tensor, b: int, t: int) -> Tensor:
     return found
 
 
-def _rows_added(table: Tensor, b: int, t: int) -> Tensor:
-    """By what no mode sees, though a version tells."""
-    found = _alike(table, b, t)
-    with torch._C.DisableTorchFunction():
-        found *= torch.arange(b, device=table.device)[:, None, None]
-    return found
-
-
 def _copies_of_an_order(table: Tensor, b: int, t: int) -> Tensor:
     """Copies of an order that only the device knows are no range."""
     with torch._C.DisableTorchFunction():  # as the engine itself
@@ -204,7 +196,7 @@ def _copies_of_an_order(table: Tensor, b: int, t: int) -> Tensor:
 def check_positions(device: str) -> None:
     """Whether looked up rows are alike is known without waiting, unless something was written out of sight."""
     x = torch.randn(3, 5, 4).to(device)
-    for rows_of in (_alike, _by_place, _ids_written, _rows_written, _rows_added, _copies_of_an_order):
+    for rows_of in (_alike, _by_place, _ids_written, _rows_written, _copies_of_an_order):
         model = Positions(rows_of).to(device)
         engine = fastdp.PerSampleGradients(model)
         if rows_of is _alike:

@@ -97,11 +97,11 @@ def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layou
 
 def _looked_up_alike(operand: Tensor, dim: int, layout: Layout) -> bool:
     """Whether rows of a parameter were looked up on a device by the same ids for all samples, which are known without
-    waiting for it, and neither they nor the rows were written to since."""
+    waiting for it, and neither they nor the rows were written to since (in sight: `is_parameter` refuses it)."""
     link = link_of(operand)
     if link is None or link.kind != "lookup" or link.ids is None or dim >= link.ids.dim():
         return False
-    if known(link.ids) is None or operand._version or operand._is_view() or is_given_away(operand):
+    if known(link.ids) is None or is_given_away(operand):
         return False
     return rows_alike(link.ids, dim, layout)
 
