@@ -44,6 +44,7 @@ from .timing import append, commit
 SIZES: dict[str, dict[str, int]] = {
     "small": {"layers": 2, "d": 64, "heads": 4, "groups": 2, "hidden": 172, "vocabulary": 512},
     "layer": {"layers": 1, "d": 4096, "heads": 32, "groups": 8, "hidden": 14336, "vocabulary": 4096},
+    "1b": {"layers": 22, "d": 2048, "heads": 32, "groups": 4, "hidden": 5632, "vocabulary": 32000},
     "8b": {"layers": 32, "d": 4096, "heads": 32, "groups": 8, "hidden": 14336, "vocabulary": 128256},
     "70b": {"layers": 80, "d": 8192, "heads": 64, "groups": 8, "hidden": 28672, "vocabulary": 128256},
 }

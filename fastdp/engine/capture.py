@@ -128,6 +128,10 @@ class Pass(PassRecord):
         )
         return Layout(self.batch, dims[0])
 
+    def is_only_use(self, operand: Tensor) -> bool:
+        uses = self.backward.uses_of.get(id(operand), ())
+        return len(uses) == 1 and not self.backward.tracked.is_sharded and self.is_tracked(operand)
+
     def note_use(self, parameter: Tensor, where: str) -> None:
         for leaf in leaves_of(parameter):
             self.backward.last_use_of[id(leaf)] = where

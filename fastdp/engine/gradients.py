@@ -152,7 +152,8 @@ class Gradients:
         for place in arranged.uses_apart:
             use = self.use(place)
             leaves = leaves_of(use.operand)
-            if last and all(id(leaf) in wanted for leaf in leaves):
+            ends = last and all(id(leaf) in wanted for leaf in leaves)
+            if ends:
                 self.drop(place)
             with use.clock or contextlib.nullcontext():
                 if id(leaves[0]) in apart:
@@ -163,7 +164,8 @@ class Gradients:
                     if part.data_ptr() != into.data_ptr():
                         into.copy_(part)
                     continue
-                part = use.clipped_sum(scaled.to(use.operand.device))
+                sum_of = use.last_sum if ends else use.clipped_sum
+                part = sum_of(scaled.to(use.operand.device))
                 if use.operand is not leaves[0] and is_slice(use.operand, leaves):
                     _add_slice(total, use.operand, leaves[0], part)
                     continue

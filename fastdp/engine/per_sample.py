@@ -124,8 +124,9 @@ class PerSampleGradients:
         finally:
             backward.on_end = own
 
-    def clip_by_group(self, by_group: ByGroup) -> None:
-        """Let groups be taken within backward, if `on_backward` takes the rest. See `fastdp.engine.layerwise`."""
+    def clip_by_group(self, by_group: ByGroup | None) -> None:
+        """`on_backward` lets go of what it takes; with `by_group`, it is given what groups that are taken within the
+        backward leave (`fastdp.engine.layerwise`)."""
         self._backward.by_group, self._backward.clips = by_group, self._backward.on_end
 
     def watch(

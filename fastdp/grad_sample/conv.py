@@ -22,7 +22,7 @@ from .cost_model import Shape
 from .forward_pass import ForwardPass
 from .grouped_kernels import GroupedKernels
 from .linear import as_autocast, autocast_dtype, by_address, is_short
-from .parameter_use import ParameterUse, Positioned, Regrouped, Stored
+from .parameter_use import ParameterUse, Positioned, Regrouped, Stored, stored_if_planned
 from .planner import Planner
 from .rules import by_sample, sample_layout, use_rule
 
@@ -165,10 +165,7 @@ class _Conv(Captured):
             x, g = rows[:2]
             use: ParameterUse = forward_pass.regrouped(Conv(weight, x, g, self.geometry, self.name))
             assert use.shape is not None
-            planner = forward_pass.planner
-            if planner.materialises(use.shape, planner.adds(x, g), x.device, is_short(x)):
-                use = Stored(weight, use.per_sample(0, use.batch), self.name, use.shape)
-            forward_pass.record(use)
+            forward_pass.record(stored_if_planned(forward_pass, use, use.shape, x, g))
         if ctx.learned[1]:
             forward_pass.record(Stored(bias, rows[-1], self.name))
 

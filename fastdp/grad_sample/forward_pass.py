@@ -43,6 +43,9 @@ class ForwardPass(Protocol):
     def record(self, use: ParameterUse) -> None:
         """Keep a use until the end of backward."""
 
+    def is_only_use(self, operand: Tensor) -> bool:
+        """Whether the operand is a parameter that no other call used, and whose clipped sum stays whole."""
+
     def arrived(self, call: Any, given: Any) -> None:
         """Keep the uses of a call that are known by rows of data (`captured_call.Captured.rows`)."""
 

@@ -20,7 +20,7 @@ from .captured_call import FEW, Captured, Context, Given, capture
 from .cost_model import Shape
 from .forward_pass import ForwardPass
 from .grouped_kernels import GroupedKernels
-from .parameter_use import ParameterUse, Positioned, Stored
+from .parameter_use import ParameterUse, Positioned, Stored, stored_if_planned
 from .planner import Planner
 from .routed_rows import Routed, row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule
@@ -143,12 +143,9 @@ def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Ten
     use, shape = forward_pass.regrouped(product), product.shape
     if use is not product:
         shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
-    planner = forward_pass.planner
-    if planner.memory_budget is None and product.is_small:
+    if forward_pass.planner.memory_budget is None and product.is_small:
         return use  # taken together with its like, by fewer calls
-    if not planner.materialises(shape, planner.adds(a, g), a.device, is_short(a)):
-        return use
-    return Stored(operand, use.per_sample(0, use.batch), name, shape)
+    return stored_if_planned(forward_pass, use, shape, a, g)
 
 
 def in_any_order(layout: Layout, data: Tensor) -> bool:

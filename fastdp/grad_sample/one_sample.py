@@ -44,6 +44,9 @@ class OneSample:
     def regrouped(self, use: ParameterUse) -> ParameterUse:
         return use  # what is one sample's is one person's
 
+    def is_only_use(self, operand: Tensor) -> bool:
+        return False  # the other samples have theirs
+
     def record(self, use: ParameterUse) -> None:
         self.forward_pass.record(Regrouped(use, Groups(torch.tensor([self.sample]), self.forward_pass.batch)))
 

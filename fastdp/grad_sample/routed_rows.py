@@ -29,7 +29,7 @@ from .captured_call import Captured, Context, capture
 from .cost_model import Segments, Shape
 from .forward_pass import ForwardPass
 from .parameter_links import link_of
-from .parameter_use import ParameterUse, Stored
+from .parameter_use import ParameterUse, Stored, stored_if_planned
 from .rules import Rule, attributed, by_sample, sample_layout, use_rule
 
 
@@ -147,9 +147,7 @@ def use_of_rows(
         Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name)
     )
     shape = Shape("linear", use.batch, -(-a.size(0) // use.batch), a.size(1), g.size(1))
-    if not forward_pass.planner.materialises(shape, forward_pass.planner.adds(a, g), a.device, use.short):
-        return use
-    return Stored(operand, use.per_sample(0, use.batch), name, shape)
+    return stored_if_planned(forward_pass, use, shape, a, g)
 
 
 def row_sum(g: Tensor, layout: Layout) -> Tensor:

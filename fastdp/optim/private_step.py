@@ -153,8 +153,8 @@ class PrivateStep:
         self.ledger.register(self.engine.named_parameters().values(), self.engine.model)
         self.engine.whose.batch_in_hand = self.loader_batch.of_forward
         self._members = ClipGroups(self._clipping_now, self.loader_batch)
-        if self.replica.shards is None:  # else sums wait for those of other processes
-            self.engine.clip_by_group(self._members)
+        # the sums of parts wait for those of other processes
+        self.engine.clip_by_group(self._members if self.replica.shards is None else None)
 
     def discard(self) -> None:
         """Forget everything since the last step."""

@@ -1,5 +1,6 @@
 """The planner: predictions from constants, choices, budgets, and what `explain` says of them."""
 
+import copy
 import json
 
 import pytest
@@ -92,3 +93,50 @@ def test_what_is_kept_goes_before_what_is_measured() -> None:
     finally:
         cost_model.forget()
     assert len(cost_model.constants(CPU, True, "conv")) == 5
+
+
+class Twice(nn.Module):
+    """A wide layer, used once or twice, of few positions: its gradient is larger than what it is made of."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.uses, self.layer = uses, nn.Linear(400, 400)
+
+    def forward(self, x):
+        for _ in range(self.uses):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+@pytest.mark.parametrize(("batch", "uses", "route"), [(1, 1, "materialise"), (2, 1, "direct"), (1, 2, "direct")])
+def test_the_gradient_of_an_only_sample_takes_the_place_of_the_sum(batch: int, uses: int, route: str, monkeypatch):
+    known = {f"linear {job}": [0.0, 1.0, 0.0, 0.0] for job in ("direct", "sum", "per_sample", "weighted", "gram")}
+    known["linear gram"][1] = 1e9
+    monkeypatch.setattr("fastdp.grad_sample.planner.constants", lambda device, short, family: known)
+    torch.manual_seed(0)
+    model, x = Twice(uses), torch.randn(batch, 96, 400)
+    optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=0.0, max_grad_norm=10.0, expected_batch_size=1)
+    truth = []
+    for row in x.double():
+        own = copy.deepcopy(model).double()
+        own(row[None]).sum().backward()
+        truth.append(torch.cat([p.grad.flatten() for p in own.parameters()]))
+    want = sum(grad * min(1.0, 10.0 / grad.norm()) for grad in truth)
+    for _ in range(2):  # the second one is like the first
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        out = model(x)
+        out.retain_grad()
+        kept = torch.ones_like(out) / batch
+        out.sum((1, 2)).mean().backward()
+        assert torch.equal(out.grad, kept)
+        assert all(f" {route} " in line for line in optimizer.explain().splitlines() if "weight" in line)
+        optimizer.step()
+        moved = before - torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert (moved.double() - want).norm() < 1e-5 * want.norm()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(before, model.parameters())
+    weight = model.layer.weight.detach().clone()
+    (model(x) * float("nan")).sum((1, 2)).mean().backward()
+    optimizer.step()
+    assert torch.equal(weight, model.layer.weight)

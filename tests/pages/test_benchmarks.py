@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
 from benchmarks.suites import OTHERS, SMALL, words
 from fastdp.errors import ParameterError
+from fastdp.grad_sample.linear import Matmul
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
 
@@ -184,6 +186,18 @@ def test_a_step_on_many_ranks_sends_what_an_ordinary_one_does(lora: int, copies:
     assert more <= 8 + 0.01 * ordinary_size  # the number of samples that contribute nothing
     for kind in ("weights", "moments"):
         assert private.peak_by[kind] == ordinary.peak_by[kind]
+
+
+def test_a_sharded_backward_lets_go_of_what_it_has_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from benchmarks import scale
+
+    alive, held, made, summed = weakref.WeakSet[Matmul](), list[int](), Matmul.__init__, Matmul.clipped_sum
+    monkeypatch.setattr(Matmul, "__init__", lambda use, *args: (made(use, *args), alive.add(use))[0])
+    monkeypatch.setattr(Matmul, "clipped_sum", lambda *args: (held.append(len(alive)), summed(*args))[1])
+    scale.one_step(scale.Setting("layer", 8, 128), True)
+    count = len(held) // 2  # two steps
+    assert held == 2 * list(range(count, 0, -1)) and count >= 8
 
 
 def test_rows_of_a_step_on_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
