@@ -35,12 +35,10 @@ def prepared(epochs: int, epsilon: float, cpu: bool, fsdp: bool):
     model = convolutions()
     fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), train[:8])  # raises where samples are coupled
     loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
-    steps = epochs * loader.steps_per_epoch
-    sigma = fastdp.noise_multiplier_for(
-        target_epsilon=epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=steps
-    )  # fmt: skip
-    private = fastdp.DPAdamW(model, lr=5e-3, noise_multiplier=sigma, max_grad_norm=1.0, clipping="automatic")
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(private, steps)
+    private = fastdp.DPAdamW(
+        model, lr=5e-3, target_epsilon=epsilon, delta=DELTA, epochs=epochs, loader=loader, clipping="automatic"
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(private, epochs * loader.steps_per_epoch)
     model, optimizer, schedule = accelerator.prepare(model, private, schedule)
     accelerator.register_for_checkpointing(loader)  # its place in the pass; prepare() has no use for it
     return accelerator, model, optimizer, schedule, loader, private, x, y

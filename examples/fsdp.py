@@ -38,10 +38,9 @@ def main() -> None:
 
     loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
     epochs = 3 if options.quick else 30
-    sigma = fastdp.noise_multiplier_for(
-        target_epsilon=options.epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=epochs * len(loader)
+    optimizer = fastdp.DPAdamW(
+        model, lr=5e-3, target_epsilon=options.epsilon, delta=DELTA, epochs=epochs, loader=loader, clipping="automatic"
     )
-    optimizer = fastdp.DPAdamW(model, lr=5e-3, noise_multiplier=sigma, max_grad_norm=1.0, clipping="automatic")
     for _ in range(epochs):
         for images, labels in loader:  # this rank's part; an empty batch runs, too: all gather the parameters together
             F.cross_entropy(model(images.to(device)), labels.to(device)).backward()

@@ -29,11 +29,10 @@ def train_worker(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = prepare_model(convolutions())  # in DistributedDataParallel
     loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
-    sigma = fastdp.noise_multiplier_for(
-        target_epsilon=config["epsilon"], delta=DELTA, sample_rate=loader.sample_rate,
-        steps=config["epochs"] * len(loader),
+    optimizer = fastdp.DPAdamW(
+        model, lr=5e-3, target_epsilon=config["epsilon"], delta=DELTA, epochs=config["epochs"], loader=loader,
+        clipping="automatic",
     )  # fmt: skip
-    optimizer = fastdp.DPAdamW(model, lr=5e-3, noise_multiplier=sigma, max_grad_norm=1.0, clipping="automatic")
     for _ in range(config["epochs"]):
         for images, labels in loader:  # this worker's part
             F.cross_entropy(model(images), labels).backward()

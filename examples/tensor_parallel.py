@@ -45,12 +45,10 @@ def main() -> None:
     # samples are dealt over the copies: the processes that share layers get the same ones
     loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE, mesh=mesh["dp"])
     epochs = 3 if options.quick else 30
-    sigma = fastdp.noise_multiplier_for(
-        target_epsilon=options.epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=epochs * len(loader)
-    )
     optimizer = fastdp.DPAdamW(
-        model, lr=5e-3, noise_multiplier=sigma, max_grad_norm=1.0, clipping="automatic", mesh=mesh["dp"]
-    )
+        model, lr=5e-3, target_epsilon=options.epsilon, delta=DELTA, epochs=epochs, loader=loader, clipping="automatic",
+        mesh=mesh["dp"],
+    )  # fmt: skip
     for _ in range(epochs):
         for images, labels in loader:
             F.cross_entropy(model(images.to(device)), labels.to(device)).backward()

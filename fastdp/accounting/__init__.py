@@ -26,6 +26,16 @@ def check_accountant(name: str) -> str:
     return name
 
 
+def default_delta(samples: float) -> float:
+    """Return 1 / (10 n) for n samples (records, or persons), rounded down to one digit: 7,000 -> 1e-05.
+
+    A mechanism that publishes each sample in full with this probability would reveal a tenth of one on average.
+    """
+    value = 1 / (10 * max(samples, 1))
+    power = math.floor(math.log10(value))
+    return float(f"{math.floor(value / 10**power + 1e-9)}e{power}")
+
+
 def delta_problem(delta: float, samples: float, unit: str = "record") -> str:
     """Return what is wrong with this delta for this many samples (records or persons), or "".
 
@@ -51,7 +61,7 @@ def warn_of_delta(delta: float, samples: float | None, stacklevel: int = 3) -> N
             problem = (
                 f"delta={delta:g} is too large: publishing one sample of {math.ceil(1 / delta)} in full satisfies it"
             )
-        warnings.warn(f"{problem}. Ask for epsilon at {1 / (2 * samples):.1g} or less", stacklevel=stacklevel)
+        warnings.warn(f"{problem}. Ask for epsilon at {default_delta(samples):g} or less", stacklevel=stacklevel)
 
 
 def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float:

@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import History, epsilon_of
+from ..errors import AccountingError
+from . import History, default_delta, epsilon_of
 from . import Run as Entry
+from .budget import Budget
 from .runs import (
     UNSAID,
     Run,
@@ -42,6 +44,7 @@ class Ledger:
         self._lost: Runs = []  # steps that were made, and are in no history that was loaded since
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._beside: weakref.WeakSet[_Place] = weakref.WeakSet()  # of those that others may have trained
+        self.budget: Budget | None = None  # in place of a noise multiplier
         self._file: Any = None  # of `ledger_file`
         self.written: Runs = []  # what the file held when it was opened
         self.draws = UsedDraws()  # of loaders, that steps of the history were made on
@@ -73,9 +76,21 @@ class Ledger:
         self.written, self._lost = runs, list(runs)
 
     def write_ahead(self, noise_multiplier: float, sample_rate: float | None, truncation: float) -> None:
-        """A step is about to be made. Raises StepError if it cannot be written: then it must not be."""
+        """A step is about to be made. Raises StepError if it must not be: the budget is spent, or the file is full."""
+        if self.budget is not None:
+            self.budget.check(self.spent, (noise_multiplier, sample_rate, truncation))
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
+
+    def default_delta(self, samples: float | None) -> float:
+        """At which epsilon is told, if no delta is given. Raises AccountingError if it is not known."""
+        if self.budget is not None:
+            return self.budget.delta
+        if samples is None:
+            raise AccountingError(
+                "give epsilon() a delta, such as 1 / (10 n): how many samples n there are is not known"
+            )
+        return default_delta(round(samples))
 
     def write_begun(self) -> None:
         """What was spent so far is written, too: no checkpoint may hold it. Raises StepError if it cannot be."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..errors import AccountingError
-from . import History, check_options, truncation_in
+from . import History, check_options, epsilon_by, truncation_in
 from . import Run as Entry
 
 UNSAID = ""  # the maker of steps of a history that does not tell who made them
@@ -30,6 +30,7 @@ class Run(NamedTuple):
 
 
 Runs = list[Run]
+Kind = tuple[float, float | None, float]  # what steps have in common: noise multiplier, sample rate, truncation
 
 
 def beyond(history: History, known: History) -> History:
@@ -42,15 +43,31 @@ def beyond(history: History, known: History) -> History:
     return []
 
 
-def kind_of(run: Entry) -> tuple[float, float | None, float]:
-    """What the steps of a run in a history have in common: noise multiplier, sample rate, truncation."""
+def kind_of(run: Entry) -> Kind:
+    """What the steps of a run in a history have in common."""
     return run[0], run[1], truncation_in(run)
 
 
-def entry(kind: tuple[float, float | None, float], steps: int) -> Entry:
+def entry(kind: Kind, steps: int) -> Entry:
     """So many steps of a kind, as a history has them."""
     sigma, rate, truncation = kind
     return (sigma, rate, steps, truncation) if truncation else (sigma, rate, steps)
+
+
+def steps_within(target: float, history: History, planned: Entry, delta: float, accountant: str) -> int:
+    """How many steps of a planned run may follow this history before epsilon exceeds the target."""
+    kind, most = kind_of(planned), planned[2]
+
+    def fits(steps: int) -> bool:
+        return epsilon_by([*history, entry(kind, steps)], delta, accountant) <= target
+
+    if most <= 0 or fits(most):
+        return max(most, 0)
+    low, high = 0, most  # low fits (or is nothing), high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def sampled_at(history: History, sample_rate: float | None) -> History:

@@ -9,12 +9,11 @@ import datetime
 import html
 import json
 import math
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..accounting import epsilon_by
+from ..accounting.card import guess_of, recompute, versions
 from ..utils.formatting import at_most
 from .files import PUBLIC, write
 from .plan import Outcome, Plan, weaknesses
@@ -56,12 +55,6 @@ STRENGTH = (
 )
 
 
-def guess_of(epsilon: float, delta: float) -> float:
-    """Bound on the share of right guesses about membership: (e^epsilon + delta) / (1 + e^epsilon)."""
-    less = math.exp(-epsilon)
-    return min(1.0, (1 + delta * less) / (1 + less))
-
-
 def make_card(
     *, model: str, task: str, plan: Plan, outcome: Outcome, trained: str, group: str | None, evaluated: str,
     labels: str, adapters: bool, units: int | None = None, replaced: bool = False, **more: Any,
@@ -91,10 +84,7 @@ def make_card(
     if replaced:
         released += (" Layers that mix samples were replaced: load the weights by from_pretrained(), then call "
                      "fastdp.make_compatible(model).")  # fmt: skip
-    snippet = (
-        "from fastdp.accounting import epsilon_of\n\n# runs of (noise multiplier, sample rate, steps)\n"
-        f"history = {history!r}\nprint(epsilon_of(history, delta={plan.delta!r}, accountant={plan.accountant!r}))\n"
-    )
+    snippet = recompute(list(history), plan.delta, plan.accountant)
     strength = next(word for most, word, _ in STRENGTH if epsilon <= most).split(":")[0]
     return {
         "schema": SCHEMA, "model": model, "task": task, "epsilon": epsilon, "target_epsilon": plan.target_epsilon,
@@ -205,19 +195,6 @@ def _hashes(card: dict[str, Any]) -> str:
 def _plain(text: str) -> str:
     """A line in a cell of a table: no mark-up."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
-
-
-def versions() -> dict[str, str]:
-    """Of Python and the libraries that took part."""
-    from .. import __version__
-
-    found = {"python": platform.python_version(), "fastdp": __version__}
-    for name in ("torch", "numpy", "opacus", "transformers", "tokenizers", "datasets", "peft"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def write_card(card: dict[str, Any], folder: Path) -> None:

@@ -197,13 +197,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, **how)
 
 
-def default_delta(count: int) -> float:
-    """1 / (10 n), rounded down to one digit: 7,000 records -> 1e-05."""
-    value = 1 / (10 * max(count, 1))
-    power = math.floor(math.log10(value))
-    return float(f"{math.floor(value / 10**power + 1e-9)}e{power}")
-
-
 def default_batch(count: int) -> int:
     """The power of two next to n/10, from 16 to 2048 and at most n: noise is shared by the records of a step."""
     return min(max(2 ** round(math.log2(max(count, 1) / 10)), 16), 2048, count)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..accounting import History, delta_problem, epsilon_by, noise_multiplier_for, steps_per_epoch
+from ..accounting import History, default_delta, delta_problem, epsilon_by, noise_multiplier_for, steps_per_epoch
 from ..errors import AccountingError, ClippingError, FastDPError
 from ..optim.adaptive_clipping import Quantile
 from ..utils.formatting import at_most, count
-from .options import default_batch, default_delta
+from .options import default_batch
 from .tasks import TASKS
 
 NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little

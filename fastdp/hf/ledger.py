@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..accounting import History as History
-from ..accounting import epsilon_by
 from ..accounting.runs import kind_of, run_of
 from ..errors import AccountingError
 from ..utils.formatting import at_most
@@ -74,20 +73,3 @@ def continues(longer: History, shorter: History) -> bool:
     if longer[:place] != shorter[:place] or len(longer) <= place or kind_of(longer[place]) != kind_of(last):
         return False
     return longer[place][2] >= last[2]
-
-
-def steps_within(
-    target: float, history: History, noise_multiplier: float, sample_rate: float, planned: int, delta: float, kind: str
-) -> int:
-    """How many of the planned steps may follow this history before epsilon exceeds the target."""
-
-    def fits(steps: int) -> bool:
-        return epsilon_by([*history, (noise_multiplier, sample_rate, steps)], delta, kind) <= target
-
-    if planned <= 0 or fits(planned):
-        return max(planned, 0)
-    low, high = 0, planned  # low fits (or is nothing), high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..accounting import check_accountant, delta_problem
+from ..accounting import check_accountant, default_delta, delta_problem
 
 
 @dataclass
@@ -19,7 +19,8 @@ class PrivacyArguments:
     Attributes:
         target_epsilon: the privacy budget of the whole run, positive and finite.
         noise_multiplier: the standard deviation of the noise over the clipping norm; 0 adds no noise.
-        delta: the delta of the guarantee, below 1 / n for n records (or groups). The default is 1 / (2 n).
+        delta: the delta of the guarantee, below 1 / n for n records (or groups). The default is 1 / (10 n),
+            rounded down to one digit.
         per_sample_max_grad_norm: the clipping norm of each sample's gradient.
         clipping: "local", "global", "automatic", "adaptive", or a function from norms [B] to factors [B].
         target_quantile, quantile_rate, count_noise: of adaptive clipping, as in `fastdp.privatize`.
@@ -50,7 +51,7 @@ class PrivacyArguments:
         default=None, metadata={"help": "The standard deviation of the noise over the clipping norm."}
     )
     delta: float | None = field(
-        default=None, metadata={"help": "The delta of the guarantee (default: 1 / (2 n) for n records or groups)."}
+        default=None, metadata={"help": "The delta of the guarantee (default: 1 / (10 n) for n records or groups)."}
     )
     per_sample_max_grad_norm: float = field(
         default=1.0,
@@ -137,14 +138,14 @@ class PrivacyArguments:
         check_accountant(self.accountant)
 
     def delta_for(self, records: int) -> float:
-        """Return the delta of a run on this many records: 1 / (2 n) unless it was given.
+        """Return the delta of a run on this many records: `accounting.default_delta` unless it was given.
 
         Raises ValueError if delta is 1 / n or more: at 1 / n, a mechanism that publishes one record in full would count
         as private.
         """
-        delta = 1 / (2 * records) if self.delta is None else self.delta
+        delta = default_delta(records) if self.delta is None else self.delta
         if problem := delta_problem(delta, records, "record" if self.group_by is None else "group of records"):
-            raise ValueError(f"{problem}. Leave delta out for {1 / (2 * records):g}")
+            raise ValueError(f"{problem}. Leave delta out for {default_delta(records):g}")
         return delta
 
     def engine_options(self) -> dict[str, Any]:

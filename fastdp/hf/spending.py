@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers.trainer_utils import SaveStrategy
 
 from ..accounting import epsilon_of, warn_of_delta
+from ..accounting.card import PrivacyCard
+from ..accounting.runs import steps_within
 from ..errors import AccountingError
 from ..optim import adaptive_clipping
 from ..optim.optimizers import PrivateOptimizer
@@ -52,7 +54,7 @@ class Spending:
         return list(self._private.history) if self._private is not None else list(self._history)
 
     def delta(self) -> float:
-        """delta of the guarantee: 1 / (2 n) of n records or groups, unless given."""
+        """delta of the guarantee: `accounting.default_delta` of the records or groups, unless given."""
         return self.privacy.delta_for(self._records())
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -63,6 +65,15 @@ class Spending:
         if self._computed is None or self._computed[0] != asked:  # logs and checkpoints ask for the same
             self._computed = asked, epsilon_of(list(asked[0]), asked[1], self.privacy.accountant)
         return self._computed[1]
+
+    def privacy_card(self) -> PrivacyCard:
+        """What is guaranteed about the weights so far, as a page (`json()`, `html()`, `save(path)`).
+
+        Raises AccountingError before training.
+        """
+        if self._private is None:
+            raise AccountingError("a privacy card tells of training: call train() first")
+        return self._private.privacy_card(self.delta())
 
     def _records(self) -> int:
         """Samples in the training data: records, or groups of them."""
@@ -159,10 +170,8 @@ class Spending:
         if target is None:
             return
         done = sum(run[2] for run in history)
-        allowed = ledger.steps_within(
-            target, history, self._private.noise_multiplier, self._source.loader.sample_rate,
-            max_steps - self.state.global_step, self.delta(), self.privacy.accountant,
-        )  # fmt: skip
+        planned = self._private.noise_multiplier, self._source.loader.sample_rate, max_steps - self.state.global_step
+        allowed = steps_within(target, history, planned, self.delta(), self.privacy.accountant)
         if allowed == 0 and self.state.global_step < max_steps:
             raise AccountingError(
                 f"the budget is spent: {done} steps have taken epsilon {at_most(self.epsilon(), 6)} of {target} at "

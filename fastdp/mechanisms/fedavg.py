@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accounting import History, check_accountant, check_options, delta_problem
+from ..accounting import History, check_accountant, check_options, default_delta, delta_problem
 from ..accounting.ledger import Ledger
 from ..accounting.runs import finite, run_of, whole
 from ..data.sampler import PoissonSampler
@@ -249,7 +249,7 @@ class DPFedAvg:
                 stacklevel=2,
             )
         if delta < 1 and (problem := delta_problem(delta, self.clients, "client")):
-            warnings.warn(f"{problem}. Ask for epsilon at {1 / (2 * self.clients):.1g} or less", stacklevel=2)
+            warnings.warn(f"{problem}. Ask for epsilon at {default_delta(self.clients):g} or less", stacklevel=2)
         self._ledger.warn()
         return self._ledger.epsilon(delta, self.accountant)
 

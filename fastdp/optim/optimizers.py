@@ -21,6 +21,7 @@ from ..errors import ParameterError
 from ..ops.clip import GAMMA
 from ..utils.keyword_arguments import declared, parameters_of
 from .adaptive_clipping import step_class_for
+from .budget_options import take_budget
 from .clipping import ClippingFunction
 from .deferred_setup import defer_setup
 from .optimizer_replacement import made
@@ -42,6 +43,7 @@ class _Constructed(PrivateOptimizer):
     def _make(self, model: nn.Module, lr: Any = None, params: Iterable[Any] | None = None, **options: Any) -> None:
         """What `__init__` does with what it was given."""
         take_norms(options.pop("norms", "exact"))
+        budget = take_budget(options, type(self).__name__)
         take_views(options, options.get("loss_reduction", "mean"))
         private = {name: options.pop(name) for name in OF_PRIVACY if name in options}
         if lr is not None:
@@ -53,6 +55,7 @@ class _Constructed(PrivateOptimizer):
         self._privacy = made(
             model, type(self).__name__, lambda: step_class_for(self._kept_by, private)(model, self._params(), **private)
         )
+        self._privacy.ledger.budget = budget
         defer_setup(self._privacy, self._params)
 
     def _base_parameters(self) -> dict[str, inspect.Parameter]:
@@ -73,8 +76,8 @@ class DPSGD(_Constructed, torch.optim.SGD):
     Raises:
         ParameterError: if the first argument is not a model, or no parameter is trainable.
         ClippingError: if the clipping function, the clipping norm, the groups or the norms are invalid.
-        TypeError: if noise_multiplier is missing, or an option is unknown; the error names the nearest, or what to do
-            instead.
+        TypeError: if neither noise_multiplier nor target_epsilon is given, or an option is unknown; the error names the
+            nearest, or what to do instead.
         ValueError: if the value of an option is out of range.
     """
 
@@ -85,7 +88,12 @@ class DPSGD(_Constructed, torch.optim.SGD):
         lr: float | Tensor = 1e-3,
         *,
         params: Iterable[Any] | None = None,
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
+        loader: Any = None,
         max_grad_norm: float = 1.0,
         expected_batch_size: float | None = None,
         clipping: ClippingFunction = "local",
@@ -132,7 +140,12 @@ class DPAdam(_Constructed, torch.optim.Adam):
         lr: float | Tensor = 1e-3,
         *,
         params: Iterable[Any] | None = None,
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
+        loader: Any = None,
         max_grad_norm: float = 1.0,
         expected_batch_size: float | None = None,
         clipping: ClippingFunction = "local",
@@ -181,7 +194,12 @@ class DPAdamW(_Constructed, torch.optim.AdamW):
         lr: float | Tensor = 1e-3,
         *,
         params: Iterable[Any] | None = None,
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
+        loader: Any = None,
         max_grad_norm: float = 1.0,
         expected_batch_size: float | None = None,
         clipping: ClippingFunction = "local",
@@ -229,7 +247,12 @@ class DPRMSprop(_Constructed, torch.optim.RMSprop):
         lr: float | Tensor = 1e-2,
         *,
         params: Iterable[Any] | None = None,
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        delta: float | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
+        loader: Any = None,
         max_grad_norm: float = 1.0,
         expected_batch_size: float | None = None,
         clipping: ClippingFunction = "local",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, overload
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..accounting import History
+from ..accounting.card import PrivacyCard
 from ..accounting.runs import finite
 from ..data import loop_checks
 from ..distributed.world import refuse_several
@@ -22,7 +22,7 @@ from .option_checks import check_parameters
 from .plain_update import makes_state, unhooked, updated
 from .private_step import PrivateStep
 from .public_batches import PublicBatches
-from .verification_record import warn_unverified
+from .spent import card_of, warn_of_doubts
 
 if TYPE_CHECKING:
     from .graphed_shapes import GraphedShapes
@@ -199,7 +199,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         return list(self._accounted().ledger.history)
 
-    def epsilon(self, delta: float, *, sample_rate: float | None = None) -> float:
+    def epsilon(self, delta: float | None = None, *, sample_rate: float | None = None) -> float:
         """Compute epsilon at delta for the steps so far, by the accountant.
 
         The epsilon holds for the addition or removal of one `unit`. If records are grouped, that is a person with all
@@ -207,30 +207,26 @@ class PrivateOptimizer(torch.optim.Optimizer):
         model, and of other doubts about the run.
 
         Args:
-            delta: in (0, 1), well below 1 / (number of samples).
+            delta: in (0, 1), well below 1 / (number of samples). None: that of the budget (`target_epsilon`), or
+                1 / (10 n), rounded down, for the n samples that the sample rate and the expected batch size tell of.
             sample_rate: the probability that a record was in a batch, in (0, 1], for steps on batches of which nobody
                 has told it (an ordinary DataLoader). The accountants assume Poisson sampling at this rate.
 
         Raises:
-            AccountingError: if the sample rate is not known, or is another one, or the accountant has no epsilon.
+            AccountingError: if the sample rate or delta is not known, or the rate is another one, or the accountant has
+                no epsilon.
         """
         privacy = self._accounted()
-        if not privacy.noise.secure:
-            warnings.warn(
-                "the noise comes from seed=, which is for experiments: whoever knows it can take the noise off. "
-                "The epsilon holds for a run without seed=.",
-                stacklevel=2,
-            )
-        elif privacy.loader_batch.seeded:
-            warnings.warn(
-                "the batches come from a loader with seed=, which is for experiments: whoever knows it knows which "
-                "records are in them. The epsilon holds for a run without seed=.",
-                stacklevel=2,
-            )
-        warn_unverified(privacy.engine.model)
-        privacy.missed.warn()
-        privacy.ledger.warn()
+        warn_of_doubts(privacy)
         return privacy.epsilon(delta, sample_rate)
+
+    def privacy_card(self, delta: float | None = None, *, sample_rate: float | None = None) -> PrivacyCard:
+        """Return what is guaranteed about the weights so far, what is not, and how to compute it again.
+
+        It prints as Markdown, and has `json()`, `html()` and `save(path)`. The arguments and errors are those of
+        `epsilon`, whose warnings stand in it.
+        """
+        return card_of(self, self._accounted(), delta, sample_rate)
 
     def set_clipping(
         self,

@@ -103,17 +103,15 @@ class PrivateStep:
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
         self.norms: Tensor | dict[str, Tensor] | None = None
-        self.loader_batch = LoaderBatch()
         self._plan: Plan | None = None
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
         self._fresh: Tensor | int = 0  # the same, of this process since the last step
         self._records, self._sums_of = 0, -1  # of this process since the last step; the logical batch of the sums
         self._backward_of = self.stepped_on = (-1, -1)  # (logical, physical) of the last backward and step
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
-        self._warned: set[str] = set()
-        self.detached = self._released = False  # released: this optimizer has made a step
-        self.replaced_by = ""  # another optimizer of the same model
-        self.rate_check, self._awaited = RateCheck(), AwaitedChecks()  # (of what a device is to tell of earlier steps)
+        self.detached, self._released = False, False  # released: this optimizer has made a step
+        self.replaced_by, self._warned = "", set[str]()  # (by another optimizer of the same model)
+        self.loader_batch, self.rate_check, self._awaited = LoaderBatch(), RateCheck(), AwaitedChecks()
         self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
         self.release_hook: Callable[[Release], None] | None = None  # called before the noise; no step if it raises
         self.missed = SkippedBatches(self.replica.module)
@@ -365,12 +363,14 @@ class PrivateStep:
         self.replica.changed()
         self.discard()
 
-    def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
+    def epsilon(self, delta: float | None, sample_rate: float | None = None) -> float:
         """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
         self._awaited.look(wait=True)
-        found = self.ledger.epsilon(delta, self.accountant, sample_rate)
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
-        warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
+        samples = expected / rate if rate and expected else None
+        delta = self.ledger.default_delta(samples) if delta is None else delta
+        found = self.ledger.epsilon(delta, self.accountant, sample_rate)
+        warn_of_delta(delta, samples, stacklevel=4)
         self.rate_check.compare(sample_rate)
         return found
 

@@ -16,6 +16,7 @@ from ..ops.clip import GAMMA
 from ..utils.keyword_arguments import named
 from . import checkpoint
 from .adaptive_clipping import OPTIONS, step_class_for
+from .budget_options import take_budget
 from .clipping import ClippingFunction
 from .deferred_setup import defer_setup
 from .optimizer_replacement import made
@@ -37,7 +38,12 @@ def privatize(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     *,
-    noise_multiplier: float,
+    noise_multiplier: float | None = None,
+    target_epsilon: float | None = None,
+    delta: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    loader: Any = None,
     max_grad_norm: float = 1.0,
     expected_batch_size: float | None = None,
     clipping: ClippingFunction = "local",
@@ -69,6 +75,12 @@ def privatize(
         optimizer: any torch.optim.Optimizer with a step that reads `.grad` once (so not LBFGS).
         model: the model that the optimizer's parameters belong to.
         noise_multiplier: sigma. The noise on the sum has standard deviation sigma * sensitivity; 0 adds no noise.
+        target_epsilon: in place of noise_multiplier, the epsilon that all steps may spend. The noise follows from it,
+            `delta`, the length of the run and the loader's sample rate. A step that would exceed it is refused.
+        delta: of target_epsilon. By default 1 / (10 n) for the loader's n records (or persons), rounded down.
+        epochs: of target_epsilon, the passes over the loader. Give either epochs or steps.
+        steps: of target_epsilon, the number of noised steps.
+        loader: of target_epsilon, the `fastdp.poisson_loader` that will be trained on. (Or give sample_rate.)
         max_grad_norm: the clipping norm R of a sample's gradient.
         expected_batch_size: the number of samples by which the noisy sum is divided under a mean loss. A Poisson loader
             supplies it.
@@ -107,7 +119,8 @@ def privatize(
         ParameterError: if the optimizer cannot be made private, or does not fit the model.
         StepError: if the optimizer made steps of its own after it loaded a private optimizer's state.
         ClippingError: if the clipping function, the clipping norm, the groups or the norms are invalid.
-        TypeError: if an option is unknown; the error names the nearest, or what to do instead.
+        TypeError: if neither noise_multiplier nor target_epsilon is given, or an option is unknown; the error names the
+            nearest, or what to do instead.
         ValueError: if the value of an option is out of range.
     """
     if isinstance(optimizer, PrivateOptimizer):
@@ -136,14 +149,18 @@ def privatize(
         **({} if rows_per_sample == 1 else {"rows_per_sample": rows_per_sample}),
     }  # fmt: skip
     take_views(given, loss_reduction)
+    noise = {
+        "noise_multiplier": noise_multiplier, "target_epsilon": target_epsilon, "delta": delta, "epochs": epochs,
+        "steps": steps, "loader": loader, "sample_rate": sample_rate, "accountant": accountant,
+        "expected_batch_size": expected_batch_size,
+    }  # fmt: skip
+    budget = take_budget(noise, "privatize")
 
     def make() -> PrivateStep:
         privacy = step_class_for(PrivateStep, given)(
-            model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, style=style,
-            expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
-            accountant=accountant, gamma=gamma, batch_first=batch_first, memory_budget=memory_budget, seed=seed,
-            process_group=process_group, mesh=mesh, ledger=ledger,
-            graphed=graphed, **given,
+            model, params, max_grad_norm=max_grad_norm, style=style, loss_reduction=loss_reduction, gamma=gamma,
+            batch_first=batch_first, memory_budget=memory_budget, seed=seed, process_group=process_group, mesh=mesh,
+            ledger=ledger, graphed=graphed, **noise, **given,
         )  # fmt: skip
         try:
             checkpoint.continue_from(privacy, carried)
@@ -160,6 +177,7 @@ def privatize(
     assert isinstance(optimizer, PrivateOptimizer)
     optimizer._patch_step_function()
     optimizer._privacy = privacy
+    privacy.ledger.budget = budget
     defer_setup(privacy, optimizer._params)
     if scheduled:
         _rewrap_for_schedulers(optimizer)

@@ -37,7 +37,7 @@ def verified_on(model: nn.Module) -> str:
     return _VERIFIED.get(model, "")
 
 
-def warn_unverified(model: nn.Module) -> None:
+def warn_unverified(model: nn.Module, stacklevel: int = 3) -> None:
     """Say once of a model that verify has never found it right."""
     if model in _TOLD or was_verified(model):
         return
@@ -46,5 +46,5 @@ def warn_unverified(model: nn.Module) -> None:
         "the model was never verified: fastdp.verify(model, loss_fn, records) compares with one sample at a time, and "
         "finds what the engine cannot see (docs/limits.md). The epsilon holds if it finds nothing.",
         NotVerifiedWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )

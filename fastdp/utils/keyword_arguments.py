@@ -47,6 +47,11 @@ _SAME = {
     "accountant": ("accounting_mode", "accountant_type"),
     "sample_rate": ("sampling_rate", "sampling_probability", "q"),
     "rows_per_sample": ("augmentations",),
+    "target_epsilon": ("target_eps", "eps_target", "budget"),
+    "delta": ("target_delta",),
+    "steps": ("num_steps", "max_steps", "total_steps"),
+    "epochs": ("num_epochs", "num_train_epochs", "max_epochs"),
+    "loader": ("dataloader", "train_loader"),
     "augmentations": ("augmult", "augmentation_multiplicity", "views"),
 }  # fmt: skip
 # What is no option here, and what to do instead.
@@ -91,8 +96,8 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Collection[str]) -> 
 
 def _meant(owner: str, name: str, known: Collection[str]) -> str:
     plain = name.lower()
-    if name == "epsilon" and "eps" in known:
-        return f"eps= is the term in the denominator; {_TARGET}"
+    if name == "epsilon" and "target_epsilon" in known:
+        return "target_epsilon= is the budget" + (", and eps= the term in the denominator" if "eps" in known else "")
     if (same := _NAMED.get(plain)) in known:
         return f"it is called {same} here"
     if plain in _ADVISED:

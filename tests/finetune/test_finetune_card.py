@@ -19,11 +19,11 @@ import torch
 
 import fastdp
 from fastdp.__main__ import parser
-from fastdp.accounting import epsilon_of
+from fastdp.accounting import default_delta, epsilon_of
 from fastdp.finetune import outputs, preflight
 from fastdp.finetune.card import guess_of, make_card, markdown, write_card
 from fastdp.finetune.figures import Simple
-from fastdp.finetune.options import default_batch, default_delta
+from fastdp.finetune.options import default_batch
 from fastdp.finetune.plan import Outcome, Plan
 from fastdp.finetune.verdict import advice, nothing_learnt
 from fastdp.utils.formatting import at_most, duration, size

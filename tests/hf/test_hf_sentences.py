@@ -17,6 +17,7 @@ datasets = pytest.importorskip("datasets")
 
 from sentence_transformers.sentence_transformer import losses, modules  # noqa: E402
 
+from fastdp.accounting import default_delta  # noqa: E402
 from fastdp.errors import StepError  # noqa: E402
 from fastdp.hf import DPSentenceTransformerTrainer, DPTrainer, argument_table, arguments  # noqa: E402
 from fastdp.hf.sentences import COUPLING  # noqa: E402
@@ -106,7 +107,7 @@ def test_persons_logs_and_the_card(folder, tmp_path):
         save_strategy="steps", save_steps=4,
     )  # fmt: skip
     made.train()
-    assert made.history == [(1.0, 0.3, 4)] and made.delta() == 1 / (2 * len(set(data["user"])))
+    assert made.history == [(1.0, 0.3, 4)] and made.delta() == default_delta(len(set(data["user"])))
     made.save_model()
     for entry in made.state.log_history:
         if "loss" in entry:

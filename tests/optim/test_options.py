@@ -12,6 +12,7 @@ import fastdp
 from fastdp.errors import ClippingError, ParameterError
 from fastdp.mechanisms import DPFTRL
 from fastdp.optim.adaptive_clipping import OPTIONS, AdaptiveStep
+from fastdp.optim.budget_options import OF_BUDGET
 from fastdp.optim.private_step import PrivateStep
 
 from ..runs import model_of, steps
@@ -34,6 +35,10 @@ def keywords(function: Any) -> dict[str, inspect.Parameter]:
 def test_the_options_of_every_class_are_explicit_and_those_of_privatize(kind):
     """Names, order, defaults and types: what one says of an option, all say."""
     private, mine = keywords(fastdp.privatize), keywords(kind)
+    if kind is DPFTRL:  # without a budget
+        assert not {*OF_BUDGET} & {*mine}
+        private = {name: p for name, p in private.items() if name not in OF_BUDGET}
+        private["noise_multiplier"] = keywords(PrivateStep.__init__)["noise_multiplier"]
     known = {name: mine[name] for name in private}
     assert list(known) == [name for name in mine if name in private]
     for name, parameter in private.items():
@@ -44,9 +49,12 @@ def test_the_options_of_every_class_are_explicit_and_those_of_privatize(kind):
 
 def test_the_options_of_privatize_are_those_that_there_are():
     found = keywords(fastdp.privatize)
+    budget = [found.pop(name) for name in ("noise_multiplier", *OF_BUDGET)]
+    assert all(p.default is None for p in budget)
     assert found.pop("norms").default == "exact" and found.pop("augmentations").default == 1
     adaptive = {name: found.pop(name) for name in OPTIONS}
-    assert found == keywords(PrivateStep.__init__)
+    inner = keywords(PrivateStep.__init__)
+    assert inner.pop("noise_multiplier").default is inspect.Parameter.empty and found == inner
     assert {*adaptive} <= {*keywords(AdaptiveStep.__init__)} and all(p.default is None for p in adaptive.values())
 
 
@@ -71,8 +79,8 @@ def test_the_other_options_are_those_of_torch(kind):
         ("l2_norm_clip", "it is called max_grad_norm here"),
         ("noise_mult", "it is called noise_multiplier here"),
         ("learning_rate", "it is called lr here"),
-        ("target_epsilon", "noise_multiplier_for"),
-        ("epsilon", "eps= is the term in the denominator; noise_multiplier=fastdp.noise_multiplier_for"),
+        ("target_delta", "it is called delta here"),
+        ("epsilon", "target_epsilon= is the budget, and eps= the term in the denominator"),
         ("momentum", r"an option of torch.optim.SGD and torch.optim.RMSprop only"),
         ("max_physical_batch_size", "poisson_loader"),
         ("data_loader", "PrivacyEngine"),
@@ -106,8 +114,12 @@ def test_a_style_that_is_given_as_clipping():
 @each
 def test_what_is_missing_or_given_in_another_way(kind):
     model = model_of()
-    with pytest.raises(TypeError, match="missing a required.* argument: 'noise_multiplier'"):
+    missing = "missing a required.* argument: 'noise_multiplier'" if kind is DPFTRL else "give noise_multiplier=, or"
+    with pytest.raises(TypeError, match=missing):
         kind(model, lr=0.1)
+    if kind is DPFTRL:
+        with pytest.raises(TypeError, match="'target_epsilon': .*noise_multiplier_for"):
+            kind(model, lr=0.1, target_epsilon=3.0)
     with pytest.raises(TypeError, match="missing a required.* argument: 'model'"):
         kind(lr=0.1, noise_multiplier=1.0)
     with pytest.raises(TypeError, match="too many positional arguments"):

@@ -1,0 +1,73 @@
+"""The options of a privacy budget: `target_epsilon=`, `delta=`, `epochs=` or `steps=`, and `loader=`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..accounting import default_delta, delta_problem, noise_multiplier_for, steps_per_epoch
+from ..accounting.budget import Budget
+from ..data.loader import PoissonLoader
+from ..errors import AccountingError
+
+OF_BUDGET = ("target_epsilon", "delta", "epochs", "steps", "loader")
+_NEEDED = "give noise_multiplier=, or target_epsilon= with loader= (or sample_rate=) and epochs= (or steps=)"
+
+
+def take_budget(options: dict[str, Any], owner: str) -> Budget | None:
+    """Turn the options of a budget into a noise multiplier and a sample rate, among the options of an optimizer.
+
+    Returns the budget; None if a noise multiplier was given. Raises TypeError if options are missing or too many,
+    ValueError or AccountingError if one has no such value.
+    """
+    given = {name: options.pop(name, None) for name in OF_BUDGET}
+    target, delta, epochs, steps, loader = given.values()
+    if target is None:
+        if options.get("noise_multiplier") is None:
+            raise TypeError(f"{owner}: {_NEEDED}")
+        if named := [f"{name}=" for name, value in given.items() if value is not None]:
+            raise TypeError(f"{owner}: {', '.join(named)} goes with target_epsilon=, not with noise_multiplier=")
+        return None
+    if options.get("noise_multiplier") is not None:
+        raise TypeError(f"{owner}: give either noise_multiplier= or target_epsilon=, from which the noise follows")
+    if (epochs is None) == (steps is None):
+        raise TypeError(f"{owner}: target_epsilon= needs the length of the run: either epochs= or steps=")
+    rate, accountant = options.get("sample_rate"), options.get("accountant", "prv")
+    samples, truncation, per_epoch = None, 0.0, None
+    if loader is not None:
+        rate, samples, truncation, per_epoch = _of_loader(loader, rate, owner)
+    elif rate is None:
+        raise TypeError(f"{owner}: target_epsilon= needs loader=, a fastdp.poisson_loader, or sample_rate= and steps=")
+    elif expected := options.get("expected_batch_size"):
+        samples = expected / rate
+    if delta is None:
+        if samples is None:
+            raise TypeError(
+                f"{owner}: target_epsilon= needs delta=, as the number of samples is not known without loader="
+            )
+        delta = default_delta(samples)
+    elif samples is not None and (problem := delta_problem(delta, samples, "sample")):
+        raise ValueError(f"{problem}. Leave delta= out for {default_delta(samples):g}")
+    if epochs is not None:
+        if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
+            raise ValueError(f"epochs must be a positive number, not {epochs!r}")
+        steps = math.ceil(epochs * (per_epoch or steps_per_epoch(rate)) - 1e-9)
+    noise = noise_multiplier_for(
+        target_epsilon=target, delta=delta, sample_rate=rate, steps=steps, accountant=accountant, truncation=truncation
+    )
+    options.update(noise_multiplier=noise, sample_rate=rate)
+    return Budget(target, delta, accountant, (noise, rate, truncation), steps)
+
+
+def _of_loader(loader: Any, rate: float | None, owner: str) -> tuple[float, int, float, int]:
+    """Its sample rate, samples (records, or persons), truncation and steps of an epoch."""
+    if not isinstance(loader, PoissonLoader):
+        raise TypeError(
+            f"{owner}: loader= takes a fastdp.poisson_loader, not {type(loader).__name__}: "
+            "fastdp.poisson_loader(loader) makes one of a DataLoader. For other batches give sample_rate= and steps="
+        )
+    if rate is not None and abs(rate - loader.sample_rate) > 1e-9:
+        raise AccountingError(
+            f"sample_rate={rate} was given, but the loader samples at {loader.sample_rate}: leave it out"
+        )
+    return loader.sample_rate, loader.sampler.size, loader.truncation, loader.steps_per_epoch

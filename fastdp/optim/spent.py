@@ -1,0 +1,97 @@
+"""What a run has spent: the doubts that `epsilon` tells of, and the facts of the privacy card."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import warnings
+from typing import Any
+
+from ..accounting.card import NOT_COVERED, PrivacyCard, guess_of, recompute, true_positives, versions
+from ..accounting.runs import sampled_at, steps_in
+from ..errors import AccountingError, NotVerifiedWarning
+from .private_step import PrivateStep
+from .verification_record import verified_on, warn_unverified
+
+SEVERAL = (
+    "Several records of one person: of k records, all together are protected by about k times epsilon, and by a larger "
+    "delta. fastdp.poisson_loader(group_by=) protects persons."
+)
+
+
+def warn_of_doubts(privacy: PrivateStep) -> None:
+    """Warn of what may make an epsilon of this run wrong."""
+    if not privacy.noise.secure:
+        warnings.warn(
+            "the noise comes from seed=, which is for experiments: whoever knows it can take the noise off. "
+            "The epsilon holds for a run without seed=.",
+            stacklevel=3,
+        )
+    elif privacy.loader_batch.seeded:
+        warnings.warn(
+            "the batches come from a loader with seed=, which is for experiments: whoever knows it knows which "
+            "records are in them. The epsilon holds for a run without seed=.",
+            stacklevel=3,
+        )
+    warn_unverified(privacy.engine.model, 4)
+    privacy.missed.warn()
+    privacy.ledger.warn(4)
+
+
+def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_rate: float | None) -> PrivacyCard:
+    """The card of what an optimizer has released. Arguments and errors are those of its `epsilon`."""
+    if privacy.mechanism is not None:
+        raise AccountingError(
+            f"there is no privacy card for {type(optimizer).__name__}, whose steps are no Poisson samples: epsilon() "
+            "tells what they cost"
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epsilon = optimizer.epsilon(delta, sample_rate=sample_rate)
+    delta, _ = privacy.ledger.asked or (delta, None)
+    assert delta is not None
+    warned = [str(each.message) for each in caught if not issubclass(each.category, NotVerifiedWarning)]
+    history = sampled_at(privacy.ledger.spent, sample_rate)
+    secure = privacy.noise.secure and not privacy.loader_batch.seeded
+    if privacy.accountant == "gdp":
+        warned.append("The GDP accountant is an approximation, no upper bound: accountant='prv' gives a bound.")
+    grouped = privacy.unit.grouped
+    unit = "person" if grouped else "record"
+    named = privacy.engine.named_parameters()
+    count, whole = sum(p.numel() for p in named.values()), sum(p.numel() for p in privacy.engine.model.parameters())
+    noisy = 0 < epsilon < math.inf
+    guaranteed = secure and privacy.accountant != "gdp" and epsilon < math.inf
+    return PrivacyCard({
+        "model": type(privacy.engine.model).__name__, "date": datetime.date.today().isoformat(),
+        "epsilon": epsilon, "delta": delta,
+        "target_epsilon": None if privacy.ledger.budget is None else privacy.ledger.budget.target_epsilon,
+        "accountant": privacy.accountant, "guaranteed": guaranteed,
+        "unit": unit, "neighbours": f"one {unit}{' (all records of it)' * bool(grouped)} added or removed",
+        "right_guesses": guess_of(epsilon, delta) if noisy else float(epsilon > 0) or 0.5,
+        "true_positives": true_positives(history, privacy.accountant) if noisy else float(epsilon > 0) or 1e-3,
+        "sampling": _sampling(privacy, unit, history), "clipping": _clipping(privacy),
+        "noise": "Gaussian, drawn by ChaCha20 from a secret key of the operating system" if privacy.noise.secure else
+        "repeatable, by seed=: whoever knows it can take the noise off",
+        "steps": steps_in(history), "history": [list(run) for run in history],
+        "trained": f"{count:,} of {whole:,} parameters",
+        "verified": verified_on(privacy.engine.model),
+        "warnings": warned, "not_covered": [*NOT_COVERED, *([] if grouped else [SEVERAL])],
+        "recompute": recompute(history, delta, privacy.accountant), "versions": versions(),
+    })  # fmt: skip
+
+
+def _sampling(privacy: PrivateStep, unit: str, history: Any) -> str:
+    rates = ", ".join(f"{rate:.6g}" for rate in sorted({run[1] for run in history if run[1] is not None}))
+    if privacy.ledger.draws.marks:
+        return (
+            f"Poisson, by fastdp.poisson_loader: each {unit} joins each batch independently, with probability {rates}"
+        )
+    return f"taken to be Poisson with probability {rates}, as the script says; fastdp did not draw the batches"
+
+
+def _clipping(privacy: PrivateStep) -> str:
+    clipping = privacy.clipping
+    kind = clipping.clipping if isinstance(clipping.clipping, str) else "a function of the norms"
+    kind = "adaptive" if privacy.quantile is not None else kind
+    style = clipping.style if isinstance(clipping.style, str) else f"{len(clipping.groups)} groups"
+    return f"{kind}, {style}, sensitivity {clipping.sensitivity:g}"

@@ -1,0 +1,167 @@
+"""A budget in place of a noise multiplier: target_epsilon= with delta=, epochs= or steps=, and loader=."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastdp
+from fastdp.accounting import default_delta, epsilon_of
+from fastdp.errors import AccountingError, OptimizerReplacedWarning, StepError
+
+RECORDS = 40
+DATA = TensorDataset(torch.randn(RECORDS, 3, generator=torch.Generator().manual_seed(0)))
+pytestmark = pytest.mark.filterwarnings("ignore::fastdp.errors.NotVerifiedWarning")
+
+
+def loader_of(**options):
+    return fastdp.poisson_loader(DATA, **{"expected_batch_size": 10, **options})
+
+
+def optimizer_of(model=None, kind=fastdp.DPSGD, **options):
+    options = {"target_epsilon": 3.0, **options}
+    if "loader" not in options and "sample_rate" not in options:
+        options["loader"] = loader_of()
+    if "steps" not in options:
+        options.setdefault("epochs", 2)
+    return kind(nn.Linear(3, 2) if model is None else model, 0.1, **options)
+
+
+def train(optimizer, loader, steps=None):
+    """Steps on passes over the loader, so many or until one is refused. Returns how many were made."""
+    model, made = optimizer._privacy.engine.model, 0
+    while True:
+        for (x,) in loader:
+            model(x).square().sum(1).mean().backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            history = optimizer.history
+            try:
+                optimizer.step()
+            except StepError as error:
+                assert "the budget is spent" in str(error)
+                assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                assert optimizer.history == history and not optimizer._privacy.busy
+                return made
+            optimizer.zero_grad()
+            made += optimizer.stepped
+            if made == steps:
+                return made
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_the_planned_steps_spend_it_and_no_step_goes_beyond(graphed):
+    loader = loader_of(max_physical_batch_size=6)
+    optimizer = optimizer_of(loader=loader, epochs=2.5, graphed=graphed)
+    delta = default_delta(RECORDS)
+    sigma = fastdp.noise_multiplier_for(target_epsilon=3.0, delta=delta, sample_rate=0.25, steps=10)
+    assert optimizer.noise_multiplier == sigma
+    assert train(optimizer, loader) == 10
+    assert optimizer.history == [(sigma, 0.25, 10)]
+    assert 2.98 <= optimizer.epsilon() == optimizer.epsilon(delta) <= 3.0
+
+
+def test_every_way_to_say_it_gives_the_same_noise():
+    steps = 2 * len(loader_of())
+    plain = torch.optim.SGD((model := nn.Linear(3, 2)).parameters(), lr=0.1)
+    made = [
+        optimizer_of(),
+        optimizer_of(kind=fastdp.DPAdamW, epochs=None, steps=steps),
+        optimizer_of(sample_rate=0.25, delta=default_delta(RECORDS), steps=steps, epochs=None),
+        optimizer_of(sample_rate=0.25, expected_batch_size=10),
+        fastdp.privatize(plain, model, target_epsilon=3.0, epochs=2, loader=loader_of()),
+    ]
+    assert len({optimizer.noise_multiplier for optimizer in made}) == 1
+    assert optimizer_of(accountant="rdp").noise_multiplier > made[0].noise_multiplier
+    cut = optimizer_of(loader=loader_of(max_batch_size=25), delta=1e-3)
+    assert cut.noise_multiplier > optimizer_of(delta=1e-3).noise_multiplier
+    assert train(cut, loader_of(max_batch_size=25)) == steps and cut.epsilon() <= 3.0
+
+
+def test_of_persons_delta_counts_persons():
+    by = [n // 4 for n in range(RECORDS)]
+    optimizer = optimizer_of(loader=loader_of(expected_batch_size=5, group_by=by))
+    assert optimizer._privacy.ledger.budget.delta == default_delta(10)
+
+
+def test_other_noise_than_planned_ends_earlier_or_later():
+    """Less noise for three steps, then what was planned: what is left is what the accountant leaves."""
+    loader = loader_of()
+    optimizer = optimizer_of(loader=loader, epochs=5)
+    planned, delta = optimizer.noise_multiplier, default_delta(RECORDS)
+    optimizer.noise_multiplier = planned / 1.5
+    assert train(optimizer, loader, steps=3) == 3
+    optimizer.noise_multiplier = planned
+    more = train(optimizer, loader)
+    assert 3 + more < 20
+    assert optimizer.epsilon() <= 3.0 < epsilon_of([*optimizer.history, (planned, 0.25, 1)], delta)
+    careful = optimizer_of(loader=loader, epochs=1)
+    careful.noise_multiplier = 2 * careful.noise_multiplier
+    assert train(careful, loader) > 4 and 2.9 < careful.epsilon() <= 3.0
+
+
+def test_a_resumed_run_has_what_is_left():
+    loader = loader_of()
+    first = optimizer_of(loader=loader)
+    train(first, loader, steps=5)
+    second = optimizer_of(loader=loader)
+    second.load_state_dict(first.state_dict())
+    assert train(second, loader) == 3 and second.epsilon() <= 3.0
+
+
+def test_steps_of_an_optimizer_that_it_replaces_count():
+    loader, model = loader_of(), nn.Linear(3, 2)
+    train(optimizer_of(model, loader=loader), loader, steps=6)
+    with pytest.warns(OptimizerReplacedWarning, match="stay spent"):
+        second = optimizer_of(model, loader=loader)
+    assert train(second, loader) == 2 and second.epsilon() <= 3.0
+
+
+def test_a_loader_at_another_rate_is_refused():
+    optimizer = optimizer_of()
+    with pytest.raises(AccountingError, match="the loader samples at 0.5"):
+        train(optimizer, loader_of(expected_batch_size=20), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (
+            {"target_epsilon": None, "epochs": None, "loader": None},
+            TypeError,
+            "DPSGD: give noise_multiplier=, or target",
+        ),
+        ({"noise_multiplier": 1.0}, TypeError, "either noise_multiplier= or target_epsilon="),
+        ({"target_epsilon": None, "noise_multiplier": 1.0}, TypeError, "epochs=, loader= goes with target_epsilon="),
+        ({"steps": 8, "epochs": 2}, TypeError, "either epochs= or steps="),
+        ({"epochs": None}, TypeError, "either epochs= or steps="),
+        ({"loader": None}, TypeError, "needs loader=, a fastdp.poisson_loader, or sample_rate="),
+        ({"loader": DataLoader(DATA, 10)}, TypeError, r"not DataLoader: fastdp.poisson_loader\(loader\) makes one"),
+        ({"sample_rate": 0.25}, TypeError, "needs delta="),
+        ({"loader": loader_of(), "sample_rate": 0.5}, AccountingError, "the loader samples at 0.25"),
+        ({"delta": 0.03}, ValueError, "not below 1/40.*Leave delta= out for 0.002"),
+        ({"epochs": 0}, ValueError, "epochs must be a positive number, not 0"),
+        ({"epochs": None, "steps": 2.5}, AccountingError, "steps must be a whole number"),
+        ({"target_epsilon": -1.0}, AccountingError, "target_epsilon must be positive"),
+    ],
+)
+def test_what_does_not_say_it_is_refused(options, error, said):
+    model = nn.Linear(3, 2)
+    with pytest.raises(error, match=said):
+        optimizer_of(model, **options)
+    fastdp.DPSGD(model, noise_multiplier=1.0).detach()  # nothing is left on the model
+
+
+def test_epsilon_has_a_delta_of_its_own():
+    loader, model = loader_of(), nn.Linear(3, 2)
+    optimizer = fastdp.DPSGD(model, 0.1, noise_multiplier=2.0)
+    with pytest.raises(AccountingError, match="how many samples"):
+        optimizer.epsilon()
+    train(optimizer, loader, steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
+        assert optimizer.epsilon() == optimizer.epsilon(default_delta(RECORDS))
