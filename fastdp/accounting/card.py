@@ -146,10 +146,8 @@ def recompute(history: History, delta: float, accountant: str) -> str:
 
 def versions() -> dict[str, str]:
     """Of Python and the libraries that took part."""
-    from .. import __version__
-
-    found = {"python": platform.python_version(), "fastdp": __version__}
-    for name in ("torch", "numpy", "opacus", "transformers", "tokenizers", "datasets", "peft"):
+    found = {"python": platform.python_version()}
+    for name in ("fastdp", "torch", "numpy", "opacus", "transformers", "tokenizers", "datasets", "peft"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -21,7 +21,7 @@ from ..grad_sample.cross_terms import disjoint, isometric, joint_norm_sq, materi
 from ..grad_sample.embedding import Lookup
 from ..grad_sample.linear import Matmul
 from ..grad_sample.parameter_links import leaves_of, link_of, pull_back_sum
-from ..grad_sample.parameter_use import ParameterUse, Regrouped
+from ..grad_sample.parameter_use import ParameterUse, Regrouped, Stored
 from ..grad_sample.planner import HeldBytes, Planner
 from ..grad_sample.routed_rows import Routed
 from .foreach import Abreast, Arrangement, Bundle, arrangement
@@ -164,7 +164,7 @@ class Gradients:
                     if part.data_ptr() != into.data_ptr():
                         into.copy_(part)
                     continue
-                sum_of = use.last_sum if ends else use.clipped_sum
+                sum_of = use.last_sum if ends and isinstance(use, Stored) else use.clipped_sum
                 part = sum_of(scaled.to(use.operand.device))
                 if use.operand is not leaves[0] and is_slice(use.operand, leaves):
                     _add_slice(total, use.operand, leaves[0], part)

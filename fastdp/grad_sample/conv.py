@@ -19,10 +19,10 @@ from ..ops.common import sum_over
 from ..ops.geometry import Geometry, spatial
 from .captured_call import Captured, Context, capture
 from .cost_model import Shape
-from .forward_pass import ForwardPass
+from .forward_pass import ForwardPass, stored_if_planned
 from .grouped_kernels import GroupedKernels
 from .linear import as_autocast, autocast_dtype, by_address, is_short
-from .parameter_use import ParameterUse, Positioned, Regrouped, Stored, stored_if_planned
+from .parameter_use import ParameterUse, Positioned, Regrouped, Stored
 from .planner import Planner
 from .rules import by_sample, sample_layout, use_rule
 

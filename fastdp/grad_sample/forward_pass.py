@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..batch_axis.layout import Layout
-from .parameter_use import ParameterUse
+from .cost_model import Shape
+from .parameter_use import ParameterUse, Stored
 from .planner import Planner
 
 
@@ -63,3 +64,17 @@ class ForwardPass(Protocol):
 
     def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function made of torch calls with its calls seen."""
+
+
+def stored_if_planned(forward_pass: ForwardPass, use: ParameterUse, shape: Shape, *data: Tensor) -> ParameterUse:
+    """The use, or its per-sample gradients in place of these data, as the planner says.
+
+    The gradient of a batch's only sample takes the place of the clipped sum, too, if no other use adds to that.
+    """
+    planner = forward_pass.planner
+    replaced = planner.adds(*data)
+    if shape.batch == 1 and forward_pass.is_only_use(use.operand):
+        replaced = max(replaced, shape.gradient_bytes())
+    if not planner.materialises(shape, replaced, data[0].device, data[0].dtype.itemsize < 4):
+        return use
+    return Stored(use.operand, use.per_sample(0, use.batch), use.name, shape)

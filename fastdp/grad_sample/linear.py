@@ -18,9 +18,9 @@ from ..ops.bounds import of_products
 from ..ops.routed import padded
 from .captured_call import FEW, Captured, Context, Given, capture
 from .cost_model import Shape
-from .forward_pass import ForwardPass
+from .forward_pass import ForwardPass, stored_if_planned
 from .grouped_kernels import GroupedKernels
-from .parameter_use import ParameterUse, Positioned, Stored, stored_if_planned
+from .parameter_use import ParameterUse, Positioned, Stored
 from .planner import Planner
 from .routed_rows import Routed, row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule

@@ -27,9 +27,9 @@ from ..ops.bounds import enlarged
 from ..ops.common import accumulate, sum_over
 from .captured_call import Captured, Context, capture
 from .cost_model import Segments, Shape
-from .forward_pass import ForwardPass
+from .forward_pass import ForwardPass, stored_if_planned
 from .parameter_links import link_of
-from .parameter_use import ParameterUse, Stored, stored_if_planned
+from .parameter_use import ParameterUse, Stored
 from .rules import Rule, attributed, by_sample, sample_layout, use_rule
 
 

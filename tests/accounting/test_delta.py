@@ -29,7 +29,7 @@ def test_an_optimizer_warns_where_it_knows_the_records():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
         small = optimizer.epsilon(0.01)
-    with pytest.warns(UserWarning, match=r"delta=0\.02 is not below 1/50.*0\.01 or less") as found:
+    with pytest.warns(UserWarning, match=r"delta=0\.02 is not below 1/50.*0\.002 or less") as found:
         assert optimizer.epsilon(0.02) < small
     assert found[0].filename == __file__
     told = fastdp.DPSGD(nn.Linear(4, 2), lr=0.1, noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=10)
