@@ -143,7 +143,7 @@ def test_persons(tmp_path):
     trainer = trainer_of(
         tmp_path, model, records, private(group_by="user", sample_rate=1.0, verify=True), max_steps=1
     )  # fmt: skip
-    assert trainer.delta() == 1 / 8
+    assert trainer.delta() == 0.02
     trainer.train()
     truth = {name: before[name] - 0.1 * g / 4 for name, g in zip(before, total, strict=True)}
     assert error(weights(model), truth, before) < 1e-4

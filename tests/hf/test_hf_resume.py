@@ -76,7 +76,7 @@ def test_without_a_seed_lost_steps_stay_counted(tmp_path):
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 10 and again.history == [(1.0, 0.2, 11)]
     assert ledger.read(tmp_path).steps == ledger.read(tmp_path / "checkpoint-10").steps == 11
-    assert again.epsilon() == pytest.approx(epsilon_of([(1.0, 0.2, 11)], 1 / 100, "gdp"))
+    assert again.epsilon() == pytest.approx(epsilon_of([(1.0, 0.2, 11)], 0.002, "gdp"))
     unseen = run(tmp_path.with_name("copy"), gpt2(), private(noise_multiplier=1.0, count_lost_steps=False))
     unseen.train(resume_from_checkpoint=str(tmp_path.with_name("copy") / "checkpoint-4"))
     assert unseen.history == [(1.0, 0.2, 10)]
@@ -143,7 +143,7 @@ def test_no_key_is_written(tmp_path):
         assert not any(secret in content for secret in secrets), path
     said = json.loads((tmp_path / "final" / "privacy.json").read_text())
     assert said["steps"] == 5 and said["epsilon"] == pytest.approx(trainer.epsilon(), abs=1e-5)
-    assert said["delta"] == 1 / 100 and said["noise_seed"] is None and said["sampling"] == "Poisson"
+    assert said["delta"] == 0.002 and said["noise_seed"] is None and said["sampling"] == "Poisson"
 
 
 def test_checkpoints_that_cannot_be_taken_up(tmp_path):

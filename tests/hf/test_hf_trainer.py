@@ -155,9 +155,9 @@ def test_noised_steps_are_what_is_counted(tmp_path):
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logs] == [5, 10] and logs[-1]["epoch"] == 2.0
     for entry in logs:
-        assert entry["epsilon"] == pytest.approx(epsilon_of([(sigma, 0.2, entry["step"])], 1 / 80, "gdp"))
+        assert entry["epsilon"] == pytest.approx(epsilon_of([(sigma, 0.2, entry["step"])], 0.002, "gdp"))
         assert "grad_norm" not in entry
-    assert 3.9 < trainer.epsilon() <= 4.0 and trainer.delta() == 1 / 80
+    assert 3.9 < trainer.epsilon() <= 4.0 and trainer.delta() == 0.002
     assert logs[0]["learning_rate"] == pytest.approx(0.06)
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-5"]
 
@@ -216,7 +216,7 @@ def test_it_stops_when_the_budget_is_spent(tmp_path):
     trainer.train()
     steps = trainer.state.global_step
     assert 1 <= steps < 200 and trainer.epsilon() <= 1.0
-    assert epsilon_of([(1.0, 0.1, steps + 1)], 1 / 80, "gdp") > 1.0
+    assert epsilon_of([(1.0, 0.1, steps + 1)], 0.002, "gdp") > 1.0
     assert (tmp_path / f"checkpoint-{steps}").is_dir()
     with pytest.raises(AccountingError, match="budget is spent"):  # the same trainer's second training
         trainer.train()
