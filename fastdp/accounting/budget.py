@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import StepError
-from . import History
+from . import History, epsilon_by
 from .runs import Kind, entry, kind_of, steps_in, steps_within
 
 
@@ -26,19 +26,21 @@ class Budget:
         if count >= self._limits.get(key, 0):
             self._limits = {key: self._limit(history, before, kind)}
         if count >= self._limits[key]:
+            spent = epsilon_by(history, self.delta, self.accountant)
             raise StepError(
-                f"the budget is spent: epsilon {self.target_epsilon:g} at delta {self.delta:g} allows {count} steps "
-                f"({self.steps} were planned at noise multiplier {self.kind[0]:.4g} and sample rate {self.kind[1]:g}), "
-                "and one more would exceed it. No step was made. Stop here, or make a new optimizer with a larger "
-                "target_epsilon=, which counts the steps so far"
+                f"the budget is spent: {count} steps have taken epsilon {spent:.4g} of {self.target_epsilon:g} at "
+                f"delta {self.delta:g}, and one more with noise multiplier {kind[0]:.4g} would exceed it ({self.steps} "
+                "were planned). No step was made. Stop here, or make a new optimizer with a larger target_epsilon=, "
+                "which counts the steps so far"
             )
 
     def _limit(self, history: History, before: History, kind: Kind) -> int:
         if not before and kind == self.kind:
             return self.steps
-        if kind[1] is None:
+        if None in (kind[1], *(run[1] for run in history)):
             raise StepError(
-                "the budget cannot be kept: the sample rate of this batch is not known. Train on fastdp.poisson_loader"
+                "the budget cannot be kept: the sample rate of this batch, or of steps so far, is not known. Train on "
+                "fastdp.poisson_loader, and give sample_rate= to the optimizer that makes the earlier steps"
             )
         planned = entry(kind, self.steps)
         return steps_in(history) + steps_within(self.target_epsilon, history, planned, self.delta, self.accountant)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import AccountingError
-from . import History, default_delta, epsilon_of
+from . import History, check_options, default_delta, epsilon_of
 from . import Run as Entry
 from .budget import Budget
 from .runs import (
@@ -82,15 +82,19 @@ class Ledger:
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
 
-    def default_delta(self, samples: float | None) -> float:
-        """At which epsilon is told, if no delta is given. Raises AccountingError if it is not known."""
+    def default_delta(self, expected: float | None, rate: float | None) -> float:
+        """At which epsilon is told, if no delta is given: by the expected batch size over the sample rate.
+
+        Raises AccountingError if it is not known.
+        """
         if self.budget is not None:
             return self.budget.delta
-        if samples is None:
+        check_options(0.0, expected, rate, 0.0)
+        if not expected or not rate:
             raise AccountingError(
                 "give epsilon() a delta, such as 1 / (10 n): how many samples n there are is not known"
             )
-        return default_delta(round(samples))
+        return default_delta(round(expected / rate))
 
     def write_begun(self) -> None:
         """What was spent so far is written, too: no checkpoint may hold it. Raises StepError if it cannot be."""

@@ -135,7 +135,7 @@ class TreePrivacy(PrivateStep):
         if sample_rate is not None:
             raise AccountingError("sample_rate= with DP-FTRL: nothing is sampled, so leave it out")
         trees: Trees = self.mechanism
-        delta = self.ledger.default_delta(trees.records or None) if delta is None else delta
+        delta = self.ledger.default_delta(trees.records or None, 1.0) if delta is None else delta
         warn_of_delta(delta, trees.records or None, stacklevel=4)
         if sum(run[2] for run in self.ledger.spent) > sum(tree.steps for tree in trees.all.values()):
             raise AccountingError("the history holds steps of which it is not known what tree they are of")

@@ -367,10 +367,9 @@ class PrivateStep:
         """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
         self._awaited.look(wait=True)
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
-        samples = expected / rate if rate and expected else None
-        delta = self.ledger.default_delta(samples) if delta is None else delta
+        delta = self.ledger.default_delta(expected, rate) if delta is None else delta
         found = self.ledger.epsilon(delta, self.accountant, sample_rate)
-        warn_of_delta(delta, samples, stacklevel=4)
+        warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
         self.rate_check.compare(sample_rate)
         return found
 

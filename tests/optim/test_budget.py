@@ -120,6 +120,19 @@ def test_steps_of_an_optimizer_that_it_replaces_count():
     assert train(second, loader) == 2 and second.epsilon() <= 3.0
 
 
+def test_a_history_without_rates_keeps_no_budget():
+    model, loader = nn.Linear(3, 2), loader_of()
+    first = fastdp.DPSGD(model, 0.1, noise_multiplier=2.0, expected_batch_size=8)
+    model(torch.randn(8, 3)).sum(1).mean().backward()
+    first.step()
+    second = optimizer_of(model, loader=loader)
+    with pytest.raises(StepError, match="the budget cannot be kept"):
+        for (x,) in loader:
+            model(x).square().sum(1).mean().backward()
+            second.step()
+    assert not second._privacy.busy and len(second.history) == 1
+
+
 def test_a_loader_at_another_rate_is_refused():
     optimizer = optimizer_of()
     with pytest.raises(AccountingError, match="the loader samples at 0.5"):
