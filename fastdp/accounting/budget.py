@@ -26,13 +26,21 @@ class Budget:
         if count >= self._limits.get(key, 0):
             self._limits = {key: self._limit(history, before, kind)}
         if count >= self._limits[key]:
-            spent = epsilon_by(history, self.delta, self.accountant)
-            raise StepError(
-                f"the budget is spent: {count} steps have taken epsilon {spent:.4g} of {self.target_epsilon:g} at "
-                f"delta {self.delta:g}, and one more with noise multiplier {kind[0]:.4g} would exceed it ({self.steps} "
-                "were planned). No step was made. Stop here, or make a new optimizer with a larger target_epsilon=, "
-                "which counts the steps so far"
-            )
+            raise self._spent(history, kind)
+
+    def check_whole(self, history: History, kind: Kind) -> None:
+        """Raises StepError if this history, whose last step is of this kind and not made yet, exceeds the budget."""
+        if epsilon_by(history, self.delta, self.accountant) > self.target_epsilon:
+            raise self._spent(history, kind)
+
+    def _spent(self, history: History, kind: Kind) -> StepError:
+        epsilon = epsilon_by(history, self.delta, self.accountant)
+        return StepError(
+            f"the budget is spent: a step more with noise multiplier {kind[0]:.4g} would exceed epsilon "
+            f"{self.target_epsilon:g} at delta {self.delta:g} ({self.steps} steps were planned, of one draw of the "
+            f"loader each; the accountant's epsilon here is {epsilon:.4g}). No step was made. Stop here, or make a new "
+            "optimizer with a larger target_epsilon=, which counts the steps so far"
+        )
 
     def _limit(self, history: History, before: History, kind: Kind) -> int:
         if not before and kind == self.kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from .runs import (
     beyond,
     checked_run,
     count_steps,
+    entry,
     lengthen,
     merged,
     sampled_at,
@@ -75,10 +77,17 @@ class Ledger:
         """These steps were made before. Those that a loaded history holds count once."""
         self.written, self._lost = runs, list(runs)
 
-    def write_ahead(self, noise_multiplier: float, sample_rate: float | None, truncation: float) -> None:
+    def write_ahead(
+        self, noise_multiplier: float, sample_rate: float | None, truncation: float, drawn: Sequence[Place] = ()
+    ) -> None:
         """A step is about to be made. Raises StepError if it must not be: the budget is spent, or the file is full."""
         if self.budget is not None:
-            self.budget.check(self.spent, (noise_multiplier, sample_rate, truncation))
+            kind = noise_multiplier, sample_rate, truncation
+            self.budget.check(self.draws.accounted(self.spent), kind)
+            if any(map(self.draws.holds, drawn)):  # one release more of a batch, which costs more than a step does
+                after = copy.deepcopy(self.draws)
+                after.add(next(filter(after.holds, drawn)), kind)
+                self.budget.check_whole(after.accounted([*self.spent, entry(kind, 1)]), kind)
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
 

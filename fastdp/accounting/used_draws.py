@@ -61,6 +61,16 @@ class UsedDraws:
             if len(kinds) > len(self._again.get(place, ())):
                 self._again[place] = list(kinds)
 
+    @property
+    def steps(self) -> int:
+        """How many steps were made on draws of loaders without a seed."""
+        first = sum(run[1] - run[0] for (mark, _), made in self._made.items() if mark in self.marks for run in made)
+        return first + sum(len(kinds) - 1 for (mark, _, _), kinds in self._again.items() if mark in self.marks)
+
+    def holds(self, place: Place) -> bool:
+        """Whether a step was made on this draw."""
+        return any(run[0] <= place[2] < run[1] for run in self._made.get(place[:2], ()))
+
     def add(self, place: Place, kind: Kind) -> bool:
         """A step was made on this draw. Returns whether it was not the first."""
         mark, number, step = place

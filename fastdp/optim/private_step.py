@@ -311,7 +311,7 @@ class PrivateStep:
         loop_checks.refuse_capture(self._sums.values())
         try:
             self._awaited.settle(self._doubts, self.reads_later)
-            self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation)
+            self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation, self._drawn)
         except (SampleMixingError, StepError):
             self.discard()
             raise

@@ -51,7 +51,7 @@ def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_ra
     delta, _ = privacy.ledger.asked or (delta, None)
     assert delta is not None
     warned = [str(each.message) for each in caught if not issubclass(each.category, NotVerifiedWarning)]
-    history = sampled_at(privacy.ledger.spent, sample_rate)
+    history = sampled_at(privacy.ledger.draws.accounted(privacy.ledger.spent), sample_rate)
     secure = privacy.noise.secure and not privacy.loader_batch.seeded
     if privacy.accountant == "gdp":
         warned.append("The GDP accountant is an approximation, no upper bound: accountant='prv' gives a bound.")
@@ -59,7 +59,7 @@ def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_ra
     unit = "person" if grouped else "record"
     named = privacy.engine.named_parameters()
     count, whole = sum(p.numel() for p in named.values()), sum(p.numel() for p in privacy.engine.model.parameters())
-    noisy = 0 < epsilon < math.inf
+    noisy = bool(history) and epsilon < math.inf
     guaranteed = secure and privacy.accountant != "gdp" and epsilon < math.inf
     return PrivacyCard({
         "model": type(privacy.engine.model).__name__, "date": datetime.date.today().isoformat(),
@@ -72,7 +72,7 @@ def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_ra
         "sampling": _sampling(privacy, unit, history), "clipping": _clipping(privacy),
         "noise": "Gaussian, drawn by ChaCha20 from a secret key of the operating system" if privacy.noise.secure else
         "repeatable, by seed=: whoever knows it can take the noise off",
-        "steps": steps_in(history), "history": [list(run) for run in history],
+        "steps": steps_in(privacy.ledger.spent), "history": [list(run) for run in history],
         "trained": f"{count:,} of {whole:,} parameters",
         "verified": verified_on(privacy.engine.model),
         "warnings": warned, "not_covered": [*NOT_COVERED, *([] if grouped else [SEVERAL])],
@@ -82,11 +82,13 @@ def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_ra
 
 def _sampling(privacy: PrivateStep, unit: str, history: Any) -> str:
     rates = ", ".join(f"{rate:.6g}" for rate in sorted({run[1] for run in history if run[1] is not None}))
-    if privacy.ledger.draws.marks:
-        return (
-            f"Poisson, by fastdp.poisson_loader: each {unit} joins each batch independently, with probability {rates}"
-        )
-    return f"taken to be Poisson with probability {rates}, as the script says; fastdp did not draw the batches"
+    drawn, steps = privacy.ledger.draws.steps, steps_in(privacy.ledger.spent)
+    if drawn == steps:
+        return f"Poisson, by fastdp.poisson_loader: each {unit} joins a batch independently, with probability {rates}"
+    return (
+        f"taken to be Poisson with probability {rates}, as the script says; of {steps} steps, {drawn} were on batches "
+        "of a fastdp.poisson_loader without seed="
+    )
 
 
 def _clipping(privacy: PrivateStep) -> str:

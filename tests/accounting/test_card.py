@@ -87,6 +87,11 @@ def test_a_card_of_persons_and_of_what_a_script_says():
         DPFTRL(nn.Linear(3, 2), 0.1, noise_multiplier=1.0, expected_batch_size=2).privacy_card(1e-3)
 
 
+def test_little_is_not_nothing():
+    card = card_after(steps=1, noise_multiplier=200.0, given={"delta": 0.02})
+    assert card.facts["epsilon"] == 0 and card.facts["right_guesses"] == 0.51 and card.facts["true_positives"] > 1e-3
+
+
 def test_no_step_has_cost_nothing():
     card = card_after(steps=0, given={"delta": 1e-3})
     assert card.facts["epsilon"] == 0 and "No step" in card.head() and card.facts["right_guesses"] == 0.5

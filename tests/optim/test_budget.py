@@ -121,6 +121,17 @@ def test_steps_of_an_optimizer_that_it_replaces_count():
     assert train(second, loader) == 2 and second.epsilon() <= 3.0
 
 
+def test_batches_that_come_again_cost_what_they_cost():
+    """One draw, trained on again and again, is one release of less noise: for the accountant, and on the card."""
+    loader = loader_of()
+    optimizer = optimizer_of(loader=loader, epochs=3, expected_batch_size=10)
+    assert train(optimizer, list(loader)) < 12
+    assert optimizer.epsilon() <= 3.0
+    card, told = optimizer.privacy_card().facts, []
+    exec(card["recompute"], {"print": told.append})
+    assert told == [card["epsilon"]] == [optimizer.epsilon()]
+
+
 def test_a_history_without_rates_keeps_no_budget():
     model, loader = nn.Linear(3, 2), loader_of()
     first = fastdp.DPSGD(model, 0.1, noise_multiplier=2.0, expected_batch_size=8)
