@@ -277,6 +277,8 @@ def noise_multiplier_for(
             raise AccountingError(
                 f"epsilon {target_epsilon} at delta {delta} needs a noise multiplier above 1e4 at sample rate "
                 f"{sample_rate} and {steps} steps ({accountant}); take fewer steps, a lower rate or a larger delta"
+                + ", or a larger max_batch_size of the loader"
+                * bool(truncation)
             )
     precision = tolerance * min(1.0, target_epsilon) / 10
     while high - low > 1e-4 * high and target_epsilon - above >= precision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..errors import StepError
@@ -35,6 +36,8 @@ class Budget:
 
     def _spent(self, history: History, kind: Kind) -> StepError:
         epsilon = epsilon_by(history, self.delta, self.accountant)
+        if not kind[0] or epsilon == math.inf:
+            return StepError("the budget cannot be kept: a step without noise, of this run or before, has no epsilon")
         return StepError(
             f"the budget is spent: a step more with noise multiplier {kind[0]:.4g} would exceed epsilon "
             f"{self.target_epsilon:g} at delta {self.delta:g} ({self.steps} steps were planned, of one draw of the "

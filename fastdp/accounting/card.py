@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import math
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import AccountingError
 from ..utils.formatting import at_most
 from . import History, epsilon_by
 
@@ -82,7 +84,7 @@ class PrivacyCard(NamedTuple):
         pair = f"({at_most(facts['epsilon'], 4)}, {at_most(facts['delta'], 6)})-differential privacy"
         if not facts["guaranteed"]:
             return f"NO GUARANTEE, for the reasons below; otherwise {pair}, {facts['neighbours']}."
-        return f"{pair}: {facts['neighbours']}."
+        return f"{pair}: {facts['neighbours']}{', unless a warning below applies' * bool(facts['warnings'])}."
 
     def _rows(self) -> list[tuple[str, str]]:
         facts = self.facts
@@ -131,8 +133,9 @@ def true_positives(history: History, accountant: str, false_positives: float = F
     for power in range(-8, 0):
         for digit in (1.0, 3.0):
             delta = digit * 10.0**power
-            epsilon = epsilon_by(history, delta, accountant)
-            found = min(found, math.exp(min(epsilon, 50.0)) * false_positives + delta)
+            with contextlib.suppress(AccountingError):  # GDP has no epsilon at some deltas: no bound there
+                epsilon = epsilon_by(history, delta, accountant)
+                found = min(found, math.exp(min(epsilon, 50.0)) * false_positives + delta)
     return found
 
 

@@ -49,6 +49,7 @@ class Ledger:
         self.budget: Budget | None = None  # in place of a noise multiplier
         self._file: Any = None  # of `ledger_file`
         self.written: Runs = []  # what the file held when it was opened
+        self.by_seed = False  # whether the noise of a step came from a seed
         self.draws = UsedDraws()  # of loaders, that steps of the history were made on
         self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
         Ledger.all.add(self)
@@ -86,7 +87,8 @@ class Ledger:
             self.budget.check(self.draws.accounted(self.spent), kind)
             if any(map(self.draws.holds, drawn)):  # one release more of a batch, which costs more than a step does
                 after = copy.deepcopy(self.draws)
-                after.add(next(filter(after.holds, drawn)), kind)
+                for place in drawn:
+                    after.add(place, kind)
                 self.budget.check_whole(after.accounted([*self.spent, entry(kind, 1)]), kind)
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))

@@ -62,6 +62,11 @@ class UsedDraws:
                 self._again[place] = list(kinds)
 
     @property
+    def by_seed(self) -> bool:
+        """Whether a loader among them draws by a seed."""
+        return any(mark.startswith(BY_SEED) for mark, _ in self._made)
+
+    @property
     def steps(self) -> int:
         """How many steps were made on draws of loaders without a seed."""
         first = sum(run[1] - run[0] for (mark, _), made in self._made.items() if mark in self.marks for run in made)

@@ -37,7 +37,8 @@ class RateCheck:
 
     def __init__(self) -> None:
         self._looked = False
-        self.low = False  # whether it has warned
+        self.low = False  # whether it has warned of a low rate
+        self.told: list[str] = []  # what it has warned of
         self._seen = (0, 0)  # samples of the first batch, and records, if no rate was given: 0 if they are not known
         self._before: list[tuple[int, int]] = []  # the same, of optimizers whose steps this one counts
 
@@ -54,9 +55,7 @@ class RateCheck:
         if not chosen:
             return
         if why := chosen[0].uneven:
-            warnings.warn(
-                f"{why}: no sample rate is that of every record, and epsilon will be too small. {REMEDY}.", stacklevel=2
-            )
+            self._tell(f"{why}: no sample rate is that of every record, and epsilon will be too small. {REMEDY}.", 3)
         records = max(item.records for item in chosen) if all(item.records for item in chosen) else 0
         if rate is None:
             self._seen = (batch, records)
@@ -78,6 +77,7 @@ class RateCheck:
     def continue_from(self, other: RateCheck) -> None:
         """The steps of the optimizer that this one takes the place of are asked for with its own."""
         self._before, self.low = [*other._before, other._seen], self.low or other.low
+        self.told += other.told
 
     def check_size(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""
@@ -88,11 +88,15 @@ class RateCheck:
 
     def _warn(self, rate: float, seen: str, stacklevel: int = 2) -> None:
         self._looked = self.low = True
-        warnings.warn(
+        self._tell(
             f"sample_rate={rate:g} is far below what is sampled: {seen}. epsilon grows with the rate, and what is said "
             "of it would be too small: give batch / records, or train with fastdp.poisson_loader, which tells it.",
-            stacklevel=stacklevel,
+            stacklevel + 1,
         )
+
+    def _tell(self, text: str, stacklevel: int) -> None:
+        self.told.append(text)
+        warnings.warn(text, stacklevel=stacklevel)
 
 
 def _share(batch: int, records: int) -> str:

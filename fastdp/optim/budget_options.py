@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..accounting import default_delta, delta_problem, noise_multiplier_for, steps_per_epoch
+from ..accounting import check_options, default_delta, delta_problem, noise_multiplier_for, steps_per_epoch
 from ..accounting.budget import Budget
 from ..data.loader import PoissonLoader
 from ..errors import AccountingError
@@ -32,7 +32,11 @@ def take_budget(options: dict[str, Any], owner: str) -> Budget | None:
         raise TypeError(f"{owner}: give either noise_multiplier= or target_epsilon=, from which the noise follows")
     if (epochs is None) == (steps is None):
         raise TypeError(f"{owner}: target_epsilon= needs the length of the run: either epochs= or steps=")
+    for name in ("target_epsilon", "delta", "epochs"):
+        if (value := given[name]) is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name} must be a number, not {value!r}")
     rate, accountant = options.get("sample_rate"), options.get("accountant", "prv")
+    check_options(1.0, options.get("expected_batch_size"), rate, 0.0)
     samples, truncation, per_epoch = None, 0.0, None
     if loader is not None:
         rate, samples, truncation, per_epoch = _of_loader(loader, rate, owner)
@@ -49,13 +53,13 @@ def take_budget(options: dict[str, Any], owner: str) -> Budget | None:
     elif samples is not None and (problem := delta_problem(delta, samples, "sample")):
         raise ValueError(f"{problem}. Leave delta= out for {default_delta(samples):g}")
     if epochs is not None:
-        if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
+        if not 0 < epochs < math.inf:
             raise ValueError(f"epochs must be a positive number, not {epochs!r}")
         steps = math.ceil(epochs * (per_epoch or steps_per_epoch(rate)) - 1e-9)
     noise = noise_multiplier_for(
         target_epsilon=target, delta=delta, sample_rate=rate, steps=steps, accountant=accountant, truncation=truncation
     )
-    options.update(noise_multiplier=noise, sample_rate=rate)
+    options["noise_multiplier"] = noise  # (the rate of a loader's batches, they tell themselves)
     return Budget(target, delta, accountant, (noise, rate, truncation), steps)
 
 

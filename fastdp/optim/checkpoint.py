@@ -37,6 +37,7 @@ def state_of(privacy: PrivateStep) -> dict[str, Any]:
         "grouped": privacy.unit.grouped,
         **({"lost": [tuple(run) for run in privacy.ledger.lost]} if privacy.ledger.lost else {}),
         "makers": privacy.ledger.makers,
+        **({"by_seed": True} if privacy.ledger.by_seed else {}),
         **({"draws": privacy.ledger.draws.state()} if privacy.ledger.draws else {}),
         **({} if privacy.mechanism is None else {"mechanism": privacy.mechanism.state()}),
         **({} if privacy.quantile is None else {_QUANTILE: privacy.quantile.state()}),
@@ -112,6 +113,7 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
             clipping = clipping.changed(privacy.engine.named_parameters(), kind, float(norm), style, float(gamma))
         said, of_ledger = privacy.ledger.read(history, lost, state.get("makers"))
         draws = UsedDraws(state.get("draws"))
+        by_seed = bool(state.get("by_seed") or (history and state["seed"] is not None))
         take_ups = [of_ledger, privacy.missed.read(state.get("missed", {})), _of_mechanism(privacy, state)]
         take_ups.append(_of_quantile(privacy, state))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
@@ -123,6 +125,7 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
         privacy.clipping, privacy.noise_multiplier, privacy.noise.step = clipping, noise_multiplier, step
         privacy.set_dropped(dropped)
         privacy.ledger.draws.take_up(draws)
+        privacy.ledger.by_seed = privacy.ledger.by_seed or by_seed
         privacy.unit.grouped = grouped
         for each in take_ups:
             each()

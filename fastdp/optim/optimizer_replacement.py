@@ -84,7 +84,8 @@ def _carry(former: PrivateStep, privacy: PrivateStep) -> bool:
     privacy.ledger.asked = former.ledger.asked
     _, of_ledger = privacy.ledger.read(former.ledger.history, former.ledger.lost, former.ledger.makers)
     of_ledger()
-    privacy.ledger.draws = former.ledger.draws
+    privacy.ledger.draws, privacy.ledger.by_seed = former.ledger.draws, former.ledger.by_seed
+    privacy.warned.update(former.warned)
     privacy.ledger.write_begun()
     privacy.missed.read(former.missed.state_dict())()
     privacy.rate_check.continue_from(former.rate_check)

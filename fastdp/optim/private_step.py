@@ -110,7 +110,7 @@ class PrivateStep:
         self._backward_of = self.stepped_on = (-1, -1)  # (logical, physical) of the last backward and step
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self.detached, self._released = False, False  # released: this optimizer has made a step
-        self.replaced_by, self._warned = "", set[str]()  # (by another optimizer of the same model)
+        self.replaced_by, self.warned = "", dict[str, str]()  # (by another optimizer of the same model); by their kind
         self.loader_batch, self.rate_check, self._awaited = LoaderBatch(), RateCheck(), AwaitedChecks()
         self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
         self.release_hook: Callable[[Release], None] | None = None  # called before the noise; no step if it raises
@@ -196,8 +196,8 @@ class PrivateStep:
             add(self._pending, group)
 
     def _warn_once(self, text: str, kind: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if kind not in self.warned:
+            self.warned[kind] = text
             warnings.warn(text, stacklevel=3)
 
     def _clipping_now(self) -> tuple[Clipping, dict[str, Tensor]]:
@@ -354,9 +354,10 @@ class PrivateStep:
 
     def finish(self) -> None:
         """The noised step was made: count it."""
-        if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self._warned:
-            self._warned.add("rate")
-            warnings.warn(loop_checks.NO_RATE + self.rate_check.seen_text, SampleRateWarning, stacklevel=5)
+        if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self.warned:
+            self.warned["rate"] = loop_checks.NO_RATE + self.rate_check.seen_text
+            warnings.warn(self.warned["rate"], SampleRateWarning, stacklevel=5)
+        self.ledger.by_seed = self.ledger.by_seed or not self.noise.secure
         for again in self.ledger.add(self.noise_multiplier, self._rate, self._truncation, self._drawn):
             self._warn_once(loop_checks.REPEATED.format(*again), "repeated")
         self.noise.step, self._released = self.noise.step + 1, True

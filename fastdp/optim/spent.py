@@ -21,13 +21,13 @@ SEVERAL = (
 
 def warn_of_doubts(privacy: PrivateStep) -> None:
     """Warn of what may make an epsilon of this run wrong."""
-    if not privacy.noise.secure:
+    if privacy.ledger.by_seed or not privacy.noise.secure:
         warnings.warn(
-            "the noise comes from seed=, which is for experiments: whoever knows it can take the noise off. "
-            "The epsilon holds for a run without seed=.",
+            f"the noise {'of earlier steps ' * privacy.noise.secure}comes from seed=, which is for experiments: "
+            "whoever knows it can take the noise off. The epsilon holds for a run without seed=.",
             stacklevel=3,
         )
-    elif privacy.loader_batch.seeded:
+    elif _batches_by_seed(privacy):
         warnings.warn(
             "the batches come from a loader with seed=, which is for experiments: whoever knows it knows which "
             "records are in them. The epsilon holds for a run without seed=.",
@@ -52,7 +52,8 @@ def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_ra
     assert delta is not None
     warned = [str(each.message) for each in caught if not issubclass(each.category, NotVerifiedWarning)]
     history = sampled_at(privacy.ledger.draws.accounted(privacy.ledger.spent), sample_rate)
-    secure = privacy.noise.secure and not privacy.loader_batch.seeded
+    known_noise = privacy.ledger.by_seed or not privacy.noise.secure
+    warned = list(dict.fromkeys([*warned, *privacy.rate_check.told, *privacy.warned.values()]))
     if privacy.accountant == "gdp":
         warned.append("The GDP accountant is an approximation, no upper bound: accountant='prv' gives a bound.")
     grouped = privacy.unit.grouped
@@ -60,7 +61,8 @@ def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_ra
     named = privacy.engine.named_parameters()
     count, whole = sum(p.numel() for p in named.values()), sum(p.numel() for p in privacy.engine.model.parameters())
     noisy = bool(history) and epsilon < math.inf
-    guaranteed = secure and privacy.accountant != "gdp" and epsilon < math.inf
+    secret = not known_noise and not _batches_by_seed(privacy)
+    guaranteed = secret and privacy.accountant != "gdp" and epsilon < math.inf
     return PrivacyCard({
         "model": type(privacy.engine.model).__name__, "date": datetime.date.today().isoformat(),
         "epsilon": epsilon, "delta": delta,
@@ -70,14 +72,18 @@ def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_ra
         "right_guesses": guess_of(epsilon, delta) if noisy else float(epsilon > 0) or 0.5,
         "true_positives": true_positives(history, privacy.accountant) if noisy else float(epsilon > 0) or 1e-3,
         "sampling": _sampling(privacy, unit, history), "clipping": _clipping(privacy),
-        "noise": "Gaussian, drawn by ChaCha20 from a secret key of the operating system" if privacy.noise.secure else
-        "repeatable, by seed=: whoever knows it can take the noise off",
+        "noise": "repeatable, by seed=: whoever knows it can take the noise off" if known_noise else
+        "Gaussian, drawn by ChaCha20 from a secret key of the operating system",
         "steps": steps_in(privacy.ledger.spent), "history": [list(run) for run in history],
         "trained": f"{count:,} of {whole:,} parameters",
         "verified": verified_on(privacy.engine.model),
         "warnings": warned, "not_covered": [*NOT_COVERED, *([] if grouped else [SEVERAL])],
         "recompute": recompute(history, delta, privacy.accountant), "versions": versions(),
     })  # fmt: skip
+
+
+def _batches_by_seed(privacy: PrivateStep) -> bool:
+    return privacy.loader_batch.seeded or privacy.ledger.draws.by_seed
 
 
 def _sampling(privacy: PrivateStep, unit: str, history: Any) -> str:

@@ -87,6 +87,61 @@ def test_a_card_of_persons_and_of_what_a_script_says():
         DPFTRL(nn.Linear(3, 2), 0.1, noise_multiplier=1.0, expected_batch_size=2).privacy_card(1e-3)
 
 
+def test_a_seed_of_earlier_steps_is_not_forgotten():
+    """Not of steps that a loaded state holds, nor of an optimizer that this one replaces; nor of loaders."""
+    model, x = nn.Linear(3, 2), torch.randn(8, 3)
+
+    def optimizer_after(steps, model, **options):
+        made = fastdp.DPSGD(model, 0.1, noise_multiplier=2.0, expected_batch_size=8, sample_rate=0.2, **options)
+        for _ in range(steps):
+            model(x).sum(1).mean().backward()
+            made.step()
+        return made
+
+    first = optimizer_after(2, model, seed=1)
+    third, fourth = (optimizer_after(0, nn.Linear(3, 2)) for _ in range(2))
+    third.load_state_dict(first.state_dict())
+    second = optimizer_after(1, model)
+    fourth.load_state_dict(second.state_dict())
+    for each in (second, third, fourth):
+        card = each.privacy_card()
+        assert not card.facts["guaranteed"] and "of earlier steps comes from seed=" in str(card)
+        assert "repeatable" in card.facts["noise"]
+    other = nn.Linear(3, 2)
+    for options in ({"seed": 3}, {}):
+        loader = fastdp.poisson_loader(DATA, expected_batch_size=10, **options)
+        last = fastdp.DPSGD(other, 0.1, noise_multiplier=2.0)
+        for (x,) in loader:
+            other(x).sum(1).mean().backward()
+            last.step()
+    assert "from a loader with seed=" in str(last.privacy_card()) and not last.privacy_card().facts["guaranteed"]
+
+
+def test_what_training_warned_of_stands_in_it():
+    for given, said in (({"sample_rate": 0.01}, "far below what is sampled"), ({}, "no sample rate is that of every")):
+        model = nn.Linear(3, 2)
+        weights = None if given else torch.utils.data.WeightedRandomSampler([1.0] * 39 + [9.0], 40)
+        loader = torch.utils.data.DataLoader(DATA, 10, sampler=weights)
+        optimizer = fastdp.DPSGD(model, 0.1, noise_multiplier=2.0, expected_batch_size=10, **given)
+        for (x,) in loader:
+            model(x).sum(1).mean().backward()
+            optimizer.step()
+        card = optimizer.privacy_card(1e-3, **({} if given else {"sample_rate": 0.25}))
+        assert any(said in text for text in card.facts["warnings"]) and "unless a warning below applies" in card.head()
+
+
+def test_of_steps_some_of_which_a_loader_drew():
+    model, x = nn.Linear(3, 2), torch.randn(10, 3)
+    optimizer = fastdp.DPSGD(model, 0.1, noise_multiplier=2.0, expected_batch_size=10, sample_rate=0.25)
+    for _ in range(5):
+        model(x).sum(1).mean().backward()
+        optimizer.step()
+    for (rows,) in fastdp.poisson_loader(DATA, expected_batch_size=10):
+        model(rows).sum(1).mean().backward()
+        optimizer.step()
+    assert "as the script says; of 9 steps, 4 were on batches" in optimizer.privacy_card().facts["sampling"]
+
+
 def test_little_is_not_nothing():
     card = card_after(steps=1, noise_multiplier=200.0, given={"delta": 0.02})
     assert card.facts["epsilon"] == 0 and card.facts["right_guesses"] == 0.51 and card.facts["true_positives"] > 1e-3

@@ -42,7 +42,8 @@ def train(optimizer, loader, steps=None):
             try:
                 optimizer.step()
             except StepError as error:
-                assert "the budget is spent" in str(error)
+                if "the budget is spent" not in str(error):
+                    raise
                 assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
                 assert optimizer.history == history and not optimizer._privacy.busy
                 return made
@@ -124,7 +125,7 @@ def test_steps_of_an_optimizer_that_it_replaces_count():
 def test_batches_that_come_again_cost_what_they_cost():
     """One draw, trained on again and again, is one release of less noise: for the accountant, and on the card."""
     loader = loader_of()
-    optimizer = optimizer_of(loader=loader, epochs=3, expected_batch_size=10)
+    optimizer = optimizer_of(loader=loader, epochs=3, sample_rate=0.25, expected_batch_size=10)
     assert train(optimizer, list(loader)) < 12
     assert optimizer.epsilon() <= 3.0
     card, told = optimizer.privacy_card().facts, []
@@ -145,10 +146,17 @@ def test_a_history_without_rates_keeps_no_budget():
     assert not second._privacy.busy and len(second.history) == 1
 
 
-def test_a_loader_at_another_rate_is_refused():
-    optimizer = optimizer_of()
-    with pytest.raises(AccountingError, match="the loader samples at 0.5"):
-        train(optimizer, loader_of(expected_batch_size=20), steps=1)
+def test_batches_of_another_loader_count_at_their_own_rate():
+    other = loader_of(expected_batch_size=20)
+    optimizer = optimizer_of(epochs=5)
+    assert 0 < train(optimizer, other) < 20
+    rate, delta = optimizer.history[0][1], default_delta(RECORDS)
+    assert rate == 0.5 and optimizer.epsilon() <= 3.0
+    assert epsilon_of([*optimizer.history, (optimizer.noise_multiplier, 0.5, 1)], delta) > 3.0
+    stranger = optimizer_of(expected_batch_size=10)
+    with pytest.raises(StepError, match="the sample rate of this batch"):
+        train(stranger, DataLoader(DATA, 18, shuffle=True))
+    assert stranger.history == []
 
 
 @pytest.mark.parametrize(
@@ -171,6 +179,10 @@ def test_a_loader_at_another_rate_is_refused():
         ({"epochs": 0}, ValueError, "epochs must be a positive number, not 0"),
         ({"epochs": None, "steps": 2.5}, AccountingError, "steps must be a whole number"),
         ({"target_epsilon": -1.0}, AccountingError, "target_epsilon must be positive"),
+        ({"target_epsilon": "3"}, ValueError, "target_epsilon must be a number, not '3'"),
+        ({"delta": "1e-5"}, ValueError, "delta must be a number"),
+        ({"sample_rate": 0, "loader": None, "expected_batch_size": 10}, AccountingError, r"sample_rate must lie in"),
+        ({"loader": loader_of(max_batch_size=12)}, AccountingError, "or a larger max_batch_size of the loader"),
     ],
 )
 def test_what_does_not_say_it_is_refused(options, error, said):
