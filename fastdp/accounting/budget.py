@@ -51,7 +51,7 @@ class Budget:
         if None in (kind[1], *(run[1] for run in history)):
             raise StepError(
                 "the budget cannot be kept: the sample rate of this batch, or of steps so far, is not known. Train on "
-                "fastdp.poisson_loader, and give sample_rate= to the optimizer that makes the earlier steps"
+                "batches as fastdp.poisson_loader hands them out, or give sample_rate=, to earlier optimizers too"
             )
         planned = entry(kind, self.steps)
         return steps_in(history) + steps_within(self.target_epsilon, history, planned, self.delta, self.accountant)

@@ -89,6 +89,8 @@ def _batches_by_seed(privacy: PrivateStep) -> bool:
 def _sampling(privacy: PrivateStep, unit: str, history: Any) -> str:
     rates = ", ".join(f"{rate:.6g}" for rate in sorted({run[1] for run in history if run[1] is not None}))
     drawn, steps = privacy.ledger.draws.steps, steps_in(privacy.ledger.spent)
+    if not steps:
+        return "no batch yet"
     if drawn == steps:
         return f"Poisson, by fastdp.poisson_loader: each {unit} joins a batch independently, with probability {rates}"
     return (
