@@ -127,6 +127,8 @@ def test_what_training_warned_of_stands_in_it():
             model(x).sum(1).mean().backward()
             optimizer.step()
         card = optimizer.privacy_card(1e-3, **({} if given else {"sample_rate": 0.25}))
+        unknown = any("the sample rate of this step is not known" in text for text in card.facts["warnings"])
+        assert unknown == (not given)
         assert any(said in text for text in card.facts["warnings"]) and "unless a warning below applies" in card.head()
 
 

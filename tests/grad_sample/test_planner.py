@@ -140,3 +140,14 @@ def test_the_gradient_of_an_only_sample_takes_the_place_of_the_sum(batch: int, u
     (model(x) * float("nan")).sum((1, 2)).mean().backward()
     optimizer.step()
     assert torch.equal(weight, model.layer.weight)
+
+
+def test_gradients_of_the_user_s_are_not_written_to():
+    """A large bias of one sample at one position has the output's gradient for its own."""
+    model = nn.Linear(4, 20_000)
+    optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=0.0, max_grad_norm=1e-3, expected_batch_size=1)
+    out = model(torch.randn(1, 4))
+    out.retain_grad()
+    out.sum(1).mean().backward()
+    optimizer.step()
+    assert torch.equal(out.grad, torch.ones_like(out))

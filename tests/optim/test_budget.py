@@ -100,6 +100,10 @@ def test_other_noise_than_planned_ends_earlier_or_later():
     more = train(optimizer, loader)
     assert 3 + more < 20
     assert optimizer.epsilon() <= 3.0 < epsilon_of([*optimizer.history, (planned, 0.25, 1)], delta)
+    later = optimizer_of(loader=loader, epochs=5)
+    train(later, loader, steps=3)
+    later.noise_multiplier = later.noise_multiplier / 1.5
+    assert 0 < train(later, loader) < 17 and later.epsilon() <= 3.0
     careful = optimizer_of(loader=loader, epochs=1)
     careful.noise_multiplier = 2 * careful.noise_multiplier
     assert train(careful, loader) > 4 and 2.9 < careful.epsilon() <= 3.0
