@@ -38,6 +38,7 @@ class Spending:
     def _begin_account(self, privacy: PrivacyArguments) -> None:
         self.privacy = privacy
         self._private: PrivateOptimizer | None = None  # while it trains
+        self._left: PrivateOptimizer | None = None  # that of the last training
         self._source: Source | None = None
         self._history: ledger.History = []  # of everything this trainer and its checkpoint have spent
         self._counted: str | None = None  # between which data sets
@@ -71,9 +72,10 @@ class Spending:
 
         Raises AccountingError before training.
         """
-        if self._private is None:
+        private = self._private or self._left
+        if private is None:
             raise AccountingError("a privacy card tells of training: call train() first")
-        return self._private.privacy_card(self.delta())
+        return private.privacy_card(self.delta())
 
     def _records(self) -> int:
         """Samples in the training data: records, or groups of them."""

@@ -138,7 +138,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         if self._private is not None:
             self._history, self._counted = self.history, self._neighbours()
             self._private.detach()
-            self._private = self._graphed = None
+            self._left, self._private, self._graphed = self._private, None, None
 
     # ------------------------------------------------------------------ data
 

@@ -158,6 +158,8 @@ def test_noised_steps_are_what_is_counted(tmp_path):
         assert entry["epsilon"] == pytest.approx(epsilon_of([(sigma, 0.2, entry["step"])], 0.002, "gdp"))
         assert "grad_norm" not in entry
     assert 3.9 < trainer.epsilon() <= 4.0 and trainer.delta() == 0.002
+    card = trainer.privacy_card().facts
+    assert card["epsilon"] == trainer.epsilon() and card["delta"] == 0.002 and card["steps"] == 10
     assert logs[0]["learning_rate"] == pytest.approx(0.06)
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-5"]
 
