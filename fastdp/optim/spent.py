@@ -22,9 +22,10 @@ SEVERAL = (
 def warn_of_doubts(privacy: PrivateStep) -> None:
     """Warn of what may make an epsilon of this run wrong."""
     if privacy.ledger.by_seed or not privacy.noise.secure:
+        earlier = "in earlier steps, " if privacy.noise.secure else ""
         warnings.warn(
-            f"the noise {'of earlier steps ' * privacy.noise.secure}comes from seed=, which is for experiments: "
-            "whoever knows it can take the noise off. The epsilon holds for a run without seed=.",
+            f"{earlier}the noise comes from seed=, which is for experiments: whoever knows it can take the noise off. "
+            "The epsilon holds for a run without seed=.",
             stacklevel=3,
         )
     elif _batches_by_seed(privacy):

@@ -105,7 +105,7 @@ def test_a_seed_of_earlier_steps_is_not_forgotten():
     fourth.load_state_dict(second.state_dict())
     for each in (second, third, fourth):
         card = each.privacy_card()
-        assert not card.facts["guaranteed"] and "of earlier steps comes from seed=" in str(card)
+        assert not card.facts["guaranteed"] and "in earlier steps, the noise comes from seed=" in str(card)
         assert "repeatable" in card.facts["noise"]
     other = nn.Linear(3, 2)
     for options in ({"seed": 3}, {}):
