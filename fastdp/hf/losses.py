@@ -24,12 +24,20 @@ Labels = Mapping[str, Tensor]
 class Head(NamedTuple):
     """One kind of head: what it is called, and its loss [B] of (outputs, labels, label smoothing).
 
-    The loss is None where outputs or labels are not of this kind.
+    The loss is None where outputs or labels are not of this kind. first: if the loss of a sample is a mean over its
+    tokens, the first of `labels` that counts.
     """
 
     name: str
     losses: Callable[[Outputs, Labels, float], Tensor | None]
     smooths: bool = True  # whether label smoothing has a meaning
+    first: int | None = None
+
+    def tokens(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Over how many tokens the loss of each sample is a mean, [B]; None if it is over none."""
+        if self.first is None or batch["labels"].dim() != 2:
+            return None
+        return (batch["labels"][:, self.first :] != IGNORE).sum(1)
 
 
 def _logits(outputs: Outputs, dims: int) -> Tensor | None:
@@ -103,8 +111,8 @@ def _answer(outputs: Outputs, labels: Labels, smoothing: float) -> Tensor | None
 
 
 HEADS = (
-    Head("next token", _next_token),
-    Head("a label for each token", _each_token),
+    Head("next token", _next_token, first=1),
+    Head("a label for each token", _each_token, first=0),
     Head("class", _class),
     Head("regression", _numbers, smooths=False),
     Head("several labels", _several_labels, smooths=False),
@@ -212,3 +220,30 @@ def reduced(loss: Tensor, size: int) -> Tensor:
     if loss.shape != (size,):
         raise StepError(f"the loss has shape {tuple(loss.shape)}: it must be one loss a sample [{size}], or their mean")
     return loss.sum() / max(size, 1)
+
+
+class LogicalLoss:
+    """The loss of a logical batch by the measure of evaluation: a mean over tokens, if that of a sample is one."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._sum: Tensor | float = 0.0
+        self._weight: Tensor | float = 0.0
+
+    def add(self, losses: Tensor, samples: int, tokens: Tensor | None) -> None:
+        """Add a physical batch: one loss per sample [B], or their mean; and the tokens of each [B]."""
+        self.samples += samples
+        if losses.dim() == 0 or tokens is None:
+            self._sum = self._sum + losses.float().mean() * samples
+            self._weight = self._weight + samples
+        else:
+            self._sum = self._sum + (losses.float() * tokens).sum()
+            self._weight = self._weight + tokens.sum()
+
+    def mean(self) -> Tensor | float:
+        """0 if there was nothing."""
+        return (
+            self._sum / self._weight.clamp(min=1)
+            if isinstance(self._weight, Tensor)
+            else self._sum / max(self._weight, 1)
+        )

@@ -21,7 +21,7 @@ from . import arguments, ledger
 from .batches import Ticket, are_tickets, check_dataset, make_source, tickets
 from .combining import Combining
 from .examination import Examination
-from .losses import reduced, size_of, without_labels
+from .losses import LogicalLoss, reduced, size_of, without_labels
 from .options import PrivacyArguments
 from .parts import InParts
 from .repeating import Repeating, Unrepeatable
@@ -70,8 +70,8 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         self._trained: Any = None  # the model, or its compiled form
         self._learning = False  # inside the loss of a training step, or of a check of it
         self._complete = False  # the logical batch of the step in hand has been taken whole
-        self._loss_sum: Tensor | None = None  # over this process's records of that batch, and
-        self._whole = 0  # the number of all of its records
+        self._losses_seen = LogicalLoss()
+        self._whole = 0  # the number of all records of that batch
         super().__init__(*positional, **named)
         self._given = self.optimizer is not None
         arguments.check(self.args, self._reads)
@@ -109,7 +109,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         self._forget_optimizer()
         if self.privacy.noise_seed is not None:
             warnings.warn("noise_seed is for experiments: it voids the guarantee of the epsilon stated", stacklevel=2)
-        self._training, self._complete, self._loss_sum, over = True, False, None, False
+        self._training, self._complete, self._losses_seen, over = True, False, LogicalLoss(), False
         self._open_log(resume)
         try:
             found = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -304,7 +304,8 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward of the physical batches that a ticket stands for, and return the loss to log.
 
-        The loss is that of the logical batch, and is returned with its last ticket; the other tickets return 0.
+        The loss is that of the logical batch, averaged over tokens where Trainer's is; it is returned with the last
+        ticket. The other tickets return 0.
         """
         if not isinstance(inputs, Ticket):
             raise StepError("DPTrainer's training step takes tickets of its own loader, not batches")
@@ -319,16 +320,22 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         zero = torch.zeros((), device=self.args.device)
         if not inputs.last:
             return zero
-        total, self._loss_sum, self._complete = self._loss_sum, None, False
+        seen, self._losses_seen, self._complete = self._losses_seen, LogicalLoss(), False
         # the mean over the processes, which the Trainer takes, is that over the samples of all
-        return zero if total is None else total * self.args.world_size / max(self._whole, 1)
+        return zero + seen.mean() * (seen.samples * self.args.world_size / max(self._whole, 1))
 
     def _physical_batch(self, model: nn.Module, private: PrivateOptimizer, ticket: Ticket) -> None:
         assert self._source is not None
         raw, current = self._source.next()
         if current.size:
             batch = self._prepare_inputs(raw)
-            loss = self._step_loss(model, batch) if self._graphed is None else self._graphed.backward(dict(batch))
+            if self._graphed is None:
+                losses = self._losses(model, batch)
+                loss = reduced(losses, size_of(batch))
+            else:
+                self._graphed.backward(dict(batch))
+                losses = self._graphed.losses
+            self._losses_seen.add(losses.detach(), current.size, self._head and self._head.tokens(batch))
             ticket.flops += int(super().floating_point_ops(batch))
             super()._track_num_input_tokens(batch)
             del batch
@@ -337,7 +344,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
                 transformers.trainer.clear_device_cache()
             if self._graphed is None:
                 self.accelerator.backward(loss)
-            self._note(loss.detach(), current.size, private)
+            self._note_clipped(private)
         elif self._lies_in_parts():
             self._stand_in(model, private)
         self._complete, self._whole = current.final, current.whole
@@ -345,9 +352,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
             private.step()  # accumulates
             private.zero_grad()
 
-    def _note(self, loss: Tensor, size: int, private: PrivateOptimizer) -> None:
-        total = torch.zeros((), device=loss.device) if self._loss_sum is None else self._loss_sum
-        self._loss_sum = total + loss.float() * size
+    def _note_clipped(self, private: PrivateOptimizer) -> None:
         if self.privacy.log_clipped_share and isinstance(private.norms, Tensor):
             clipped = (private.norms > private.max_grad_norm).sum()  # which adaptive clipping moves
             before, seen = self._clipped or (torch.zeros_like(clipped), 0)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import GraphError, StepError
 from ..utils.pytree import tensors_in
 
-Begun = tuple[Tensor, Callable[[], None] | None]  # a loss, and what hands its gradients over; None: autograd does
+Begun = tuple[Tensor, Callable[[], None] | None]  # losses [B], and what hands their gradients over; None: autograd does
 
 
 class _Replayed(torch.autograd.Function):
@@ -70,10 +70,14 @@ class ReplayedLoss(Tensor):
 
 
 class ReplayedSteps:
-    """What recorded steps can be asked for. `optimizer` is that of the steps."""
+    """What recorded steps can be asked for. `optimizer` is that of the steps, whose loss is a mean or a sum.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    losses: of the last batch, one per sample [B], detached. On CUDA, they stand until the next replay.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mean: bool) -> None:
+        self._optimizer, self._mean = optimizer, mean
+        self.losses = torch.zeros(0)
 
     def __call__(self, *batch: Any) -> Tensor:
         """Make one private step on a batch.
@@ -98,7 +102,7 @@ class ReplayedSteps:
 
         Args, result and errors are those of a call.
         """
-        loss, hand_over = self._begin(batch)
+        loss, hand_over = self._begin_loss(batch)
         if hand_over is None:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -111,7 +115,7 @@ class ReplayedSteps:
         It must not be scaled or added to anything before (GraphError), nor the batch or a parameter written to
         (StepError). Args and other errors are those of a call.
         """
-        loss, hand_over = self._begin(batch)
+        loss, hand_over = self._begin_loss(batch)
         if hand_over is None:
             return loss
         read = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -129,6 +133,11 @@ class ReplayedSteps:
 
         made = _Replayed.apply(torch.zeros((), requires_grad=True), loss, unchanged)  # type: ignore[no-untyped-call]
         return made.as_subclass(ReplayedLoss)  # type: ignore[no-any-return]
+
+    def _begin_loss(self, batch: tuple[Any, ...]) -> Begun:
+        losses, hand_over = self._begin(batch)
+        self.losses = losses.detach()
+        return (losses.mean() if self._mean and len(losses) else losses.sum()), hand_over
 
     def _begin(self, batch: tuple[Any, ...]) -> Begun:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from ..graphs.batches import shape_of
 from ..graphs.steps import LossFn
 from .graphed_loss import Begun, ReplayedSteps
-from .graphed_step import GraphedStep, loss_of
+from .graphed_step import GraphedStep, losses_of
 from .private_step import PrivateStep
 
 SHAPES = 8  # recorded at most: each holds a step of each size
@@ -30,7 +30,7 @@ class GraphedShapes(ReplayedSteps):
         self, optimizer: torch.optim.Optimizer, privacy: PrivateStep, loss_fn: LossFn,
         record: Callable[[Sequence[Any], frozenset[int]], GraphedStep],
     ) -> None:  # fmt: skip
-        super().__init__(optimizer)
+        super().__init__(optimizer, privacy.loss_reduction == "mean")
         self._privacy, self._loss_fn, self._record = privacy, loss_fn, record
         self._steps: dict[Any, GraphedStep] = {}
         self._met: dict[Any, int] = {}
@@ -66,7 +66,7 @@ class GraphedShapes(ReplayedSteps):
                 stacklevel=4,
             )
         self._eager += 1
-        return loss_of(self._privacy, self._loss_fn, batch), None
+        return losses_of(self._privacy.engine.model, self._loss_fn, batch), None
 
     def _shape_of(self, batch: Sequence[Any]) -> tuple[Any, int]:
         """What batches of one recording have in common, and the number of samples."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..batch_axis.inputs import mark_of
@@ -47,11 +47,10 @@ class GraphedStep(ReplayedSteps):
         sizes: Iterable[int] | None, verify_every: int, fixed: Collection[int] = (),
         compile: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(optimizer)
+        super().__init__(optimizer, privacy.loss_reduction == "mean")
         self._privacy, self._loss_fn = privacy, loss_fn
         self._verify_every, self._compile = verify_every, compile
         self._known: list[tuple[Guards, dict[int, StepProgram]]] = []  # the recordings, each of a state of the model
-        self._mean = privacy.loss_reduction == "mean"
         self.replayed = self.eager = 0
         self.reasons: dict[str, int] = {}
         if privacy.engine.planner.memory_budget is not None:
@@ -162,13 +161,12 @@ class GraphedStep(ReplayedSteps):
         if self._verify_every and self.replayed % self._verify_every == 0 and (draws is None or size == samples):
             self._verify(batch, samples, gradients, draws, program)
         self.replayed += 1
-        loss = losses.mean() if self._mean else losses.sum()
-        return loss, functools.partial(self._hand_over, batch, gradients, program)
+        return losses, functools.partial(self._hand_over, batch, gradients, program)
 
     def begin_nothing(self, batch: tuple[Any, ...]) -> Begun:
         """Of a batch without samples."""
         program = self._programs[self.sizes[0]]
-        return torch.zeros((), device=self._device), functools.partial(self._hand_over, batch, program.none(), program)
+        return torch.zeros(0, device=self._device), functools.partial(self._hand_over, batch, program.none(), program)
 
     def _hand_over(self, batch: Any, gradients: Gradients, program: StepProgram) -> None:
         """To the engine, as a backward does: norms are taken, and clipped sums."""
@@ -204,7 +202,7 @@ class GraphedStep(ReplayedSteps):
             warnings.warn(f"a batch is not replayed but goes through Python: {why}", stacklevel=5)
         self.reasons[kind] = self.reasons.get(kind, 0) + 1
         self.eager += 1
-        return loss_of(self._privacy, self._loss_fn, batch), None
+        return losses_of(self._privacy.engine.model, self._loss_fn, batch), None
 
     def _verify(self, batch: Any, samples: int, gradients: Gradients, draws: States | None,
                 program: StepProgram) -> None:  # fmt: skip
@@ -215,7 +213,8 @@ class GraphedStep(ReplayedSteps):
                 set_random_states(draws)
                 stack.callback(set_random_states, after)
             found = stack.enter_context(self._privacy.engine.collecting())
-            loss_of(self._privacy, self._loss_fn, batch).backward()  # type: ignore[no-untyped-call]
+            again = losses_of(self._privacy.engine.model, self._loss_fn, batch)
+            (again.mean() if self._mean else again.sum()).backward()
         params, ones = self._privacy.engine.parameters(), torch.ones(samples, device=self._device)
         with torch.no_grad(), exactly():
             norms = [each.norm_sq(params).sqrt() for each in (gradients, found[0])]
@@ -233,11 +232,11 @@ class GraphedStep(ReplayedSteps):
             )
 
 
-def loss_of(privacy: PrivateStep, loss_fn: LossFn, batch: Any) -> Tensor:
-    """The loss of a batch by Python, for autograd."""
-    losses = loss_fn(privacy.engine.model, *batch)
+def losses_of(model: nn.Module, loss_fn: LossFn, batch: Any) -> Tensor:
+    """The losses of a batch by Python, for autograd."""
+    losses = loss_fn(model, *batch)
     check_losses(losses, losses.size(0) if isinstance(losses, Tensor) and losses.dim() else 0)
-    return losses.mean() if privacy.loss_reduction == "mean" else losses.sum()
+    return losses
 
 
 def _close(off: float, a: Tensor, b: Tensor) -> bool:

@@ -7,6 +7,7 @@ import weakref
 
 from torch import nn
 
+from ..distributed.world import world_of
 from ..errors import NotVerifiedWarning
 
 _TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -38,8 +39,8 @@ def verified_on(model: nn.Module) -> str:
 
 
 def warn_unverified(model: nn.Module, stacklevel: int = 3) -> None:
-    """Say once of a model that verify has never found it right."""
-    if model in _TOLD or was_verified(model):
+    """Say once of a model, in the first of several processes, that verify has never found it right."""
+    if model in _TOLD or was_verified(model) or world_of().rank > 0:
         return
     _TOLD.add(model)
     warnings.warn(

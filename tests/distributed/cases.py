@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fastdp
-from fastdp.errors import AccountingError, ParameterError, SampleMixingError, StepError
+from fastdp.errors import AccountingError, NotVerifiedWarning, ParameterError, SampleMixingError, StepError
 from fastdp.mechanisms import DPFTRL
 
 from .loading import CASES as LOADING
@@ -81,11 +82,15 @@ def same_noise(rank: int, world: int) -> None:
 
 
 def secret_key(rank: int, world: int) -> bytes:
-    """Without a seed, all draw by the key of the first rank."""
+    """Without a seed, all draw by the key of the first rank, which alone says that the model was never verified."""
     model = build()
     optimizer = adamw(DDP(model), noise_multiplier=2.0)
     loss_of(model, batch(rank, 2)).backward()
     optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.epsilon(1e-5, sample_rate=0.1), optimizer.epsilon(1e-5, sample_rate=0.1)
+    assert sum(issubclass(w.category, NotVerifiedWarning) for w in caught) == (rank == 0)
     key, weights = optimizer.noise_state()["key"], [p.detach().clone() for p in model.parameters()]
     optimizer.detach()
     other = adamw(build())  # the key of every optimizer is another

@@ -194,3 +194,22 @@ def test_a_loss_that_calls_the_trainers(tmp_path):
         privacy=private(sample_rate=1.0, verify=True, per_sample_max_grad_norm=norm),
     ).train()  # fmt: skip
     assert error(weights(model), truth, before) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "make, kind, graphed",
+    [(llama, "next", False), (llama, "next", True), (t5, "each", False), (lambda: bert(num_labels=3), "class", True)],
+)
+def test_losses_of_training_and_of_evaluation_are_comparable(make, kind, graphed, tmp_path):
+    """Both are means over tokens, in which texts of one token count little."""
+    records = texts(12, kind)
+    for record in records[::3] if kind != "class" else ():
+        record["input_ids"], record["labels"] = record["input_ids"][:2], record["labels"][:2]
+    trainer = trainer_of(
+        tmp_path, make(), records, private(sample_rate=1.0, graphed=graphed), learning_rate=0.0, max_steps=3,
+        logging_strategy="steps", logging_steps=1, per_device_eval_batch_size=12,
+    )  # fmt: skip
+    trainer.train()
+    evaluated = trainer.evaluate(records)["eval_loss"]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx([evaluated] * 3, rel=1e-5)
