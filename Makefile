@@ -1,10 +1,11 @@
 # Two commands: `make demo` trains privately on real data, `make test` runs the checks and tests that a person waits for.
-# `make test-all` runs every test; `make docs` builds build/site. All make a virtual environment in .venv first. PYTHON and TORCH may be set on the command line.
+# `make test-all` runs every test; `make docs` builds build/site, `make wheel` a wheel in build/wheel.
+# All make a virtual environment in .venv first. PYTHON and TORCH may be set on the command line.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test test-all check docs benchmark clean
+.PHONY: demo test test-all check docs wheel benchmark clean
 
 .venv/ready: pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -30,8 +31,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 test: check docs
 	$(PYTEST) -m "not slow"
 
-test-all: test  # and the tests marked slow
+test-all: test wheel  # and the tests marked slow, and the wheel in a clean environment
 	$(PYTEST) -m slow
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" .ci/try build/wheel/fastdp-*.whl built
+
+wheel: .venv/ready  # with CPU kernels, and CUDA kernels where nvcc and a GPU are, or FASTDP_CUDA=1
+	rm -rf build/wheel build/lib* build/bdist*
+	FASTDP_CPU=1 $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 
 benchmark: .venv/ready
 	$(BIN)/python -m benchmarks.kernels

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             from . import figures
         except ImportError as missing:
-            raise SystemExit("the tables are written; figures need matplotlib: pip install 'fastdp[demo]'") from missing
+            raise SystemExit("the tables are written; figures need matplotlib: pip install matplotlib") from missing
         figures.draw(cases, FIGURES)
 
 

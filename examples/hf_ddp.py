@@ -1,6 +1,6 @@
 """A small vision transformer on scikit-learn's digits by `fastdp.hf.DPTrainer`, on any number of processes.
 
-pip install 'fastdp[hf]' scikit-learn
+pip install '.[hf]' scikit-learn
 torchrun --nproc-per-node 2 examples/hf_ddp.py [--quick] [--fsdp]
 
 With --fsdp, GPUs hold a part of the model each (FSDP2), and whole copies of it without.

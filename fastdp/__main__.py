@@ -84,7 +84,7 @@ def main() -> None:
 
         table(options.networks, options.steps, options.seed, options.out)
     else:
-        from .ops.info import report
+        from .commands.info import report
 
         print(report())
 

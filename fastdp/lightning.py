@@ -1,7 +1,8 @@
 """Lightning: physical batches, epsilon in the log, and a budget. The optimizer alone needs nothing from this module.
 
-    loader = poisson_loader(data, expected_batch_size=256, max_physical_batch_size=32) trainer =
-        Trainer(callbacks=[DPCallback(delta=1e-5, target_epsilon=3.0)]) trainer.fit(module, stream(loader))
+    loader = poisson_loader(data, expected_batch_size=256, max_physical_batch_size=32)
+    trainer = Trainer(callbacks=[DPCallback(delta=1e-5, target_epsilon=3.0)])
+    trainer.fit(module, stream(loader))
 
 Both `lightning` and `pytorch_lightning` work; if both are installed, the one that was imported first is used.
 """
@@ -25,6 +26,7 @@ from .distributed.world import World, told
 from .errors import StepError
 from .optim.optimizers import PrivateOptimizer
 from .sampling import PoissonLoader, leave, new_pass, wait
+from .utils.extras import install_command
 
 
 def _callback_class() -> type:
@@ -34,7 +36,7 @@ def _callback_class() -> type:
             return __import__(name, fromlist=["Callback"]).Callback  # type: ignore[no-any-return]
         except ImportError:
             continue
-    raise ImportError("fastdp.lightning needs Lightning: pip install lightning")
+    raise ImportError(f"fastdp.lightning needs Lightning: {install_command('lightning')}")
 
 
 class _Stream:

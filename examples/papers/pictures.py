@@ -19,7 +19,7 @@ def picture(options: Any, name: str) -> Path | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print("no pictures: they need matplotlib (pip install 'fastdp[demo]')", file=sys.stderr)
+        print("no pictures: they need matplotlib (pip install matplotlib)", file=sys.stderr)
         return None
     options.plots.mkdir(parents=True, exist_ok=True)
     return Path(options.plots) / f"{name}.png"

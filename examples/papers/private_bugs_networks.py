@@ -69,7 +69,7 @@ class Bert(nn.Module):
         try:
             from transformers import BertConfig, BertForSequenceClassification
         except ImportError:
-            raise SystemExit("the BERT needs transformers: pip install 'fastdp[hf]'") from None
+            raise SystemExit("the BERT needs transformers: pip install transformers") from None
         self.body = BertForSequenceClassification(
             BertConfig(
                 vocab_size=words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=max(1, width // 64),

@@ -21,6 +21,7 @@ from ..accounting import noise_multiplier_for
 from ..calibration import Calibration, calibration, reliability_diagram
 from ..optim.optimizers import DPAdamW
 from ..sampling import poisson_loader
+from ..utils.extras import install_command
 from ..utils.progress_bar import Bar
 from ..verification.verify import verify
 from .parsing import aligned
@@ -33,7 +34,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise SystemExit("the demo needs scikit-learn and matplotlib: pip install 'fastdp[demo]'") from None
+        raise SystemExit(f"the demo needs scikit-learn and matplotlib: {install_command('demo')}") from None
     data = load_digits()
     x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(data.target)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..utils.extras import install_command
 from ..utils.formatting import count, listed
 from ..verification.compatible import make_compatible
 from .plan import FinetuneError
@@ -32,7 +33,7 @@ def transformers() -> Any:
     try:
         import transformers as found
     except ImportError:
-        raise FinetuneError("this needs transformers: pip install 'fastdp[finetune]'") from None
+        raise FinetuneError(f"this needs transformers: {install_command('finetune')}") from None
     return found
 
 
@@ -178,7 +179,7 @@ def _with_adapters(model: nn.Module, new: set[str], options: Namespace) -> tuple
     try:
         import peft
     except ImportError:
-        raise FinetuneError("--lora needs peft: pip install 'fastdp[finetune]'") from None
+        raise FinetuneError(f"--lora needs peft: {install_command('finetune')}") from None
     alpha, kind, target = options.lora_alpha or 2 * options.lora, TASKS[options.task].peft, options.lora_target
     # of peft's own kinds of models, peft trains the head; of others it must be told
     head = None if kind else sorted({name.rpartition(".")[0] for name in _head(model, new, options.task)})

@@ -1,16 +1,18 @@
-"""Private training with Hugging Face's Trainer. Needs `pip install 'fastdp[hf]'`."""
+"""Private training with Hugging Face's Trainer. Needs the extra `hf`: transformers 5, accelerate, peft."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..utils.extras import install_command
+
 try:
     import accelerate as _accelerate  # noqa: F401
     import transformers as _transformers
 except ImportError as problem:
     raise ImportError(
-        f"fastdp.hf needs transformers (version 5) and accelerate: pip install 'fastdp[hf]' ({problem})"
+        f"fastdp.hf needs transformers (version 5) and accelerate: {install_command('hf')} ({problem})"
     ) from problem
 
 if int(_transformers.__version__.split(".")[0]) < 5:
@@ -29,9 +31,9 @@ __all__ = ["DPSeq2SeqTrainer", "DPTrainer", "PrivacyArguments"]
 
 # trainers of other packages, which are imported when they are asked for: where they are, and what is to be installed
 _OTHERS = {
-    "DPSFTTrainer": ("trl", "TRL", "fastdp[trl]"),
-    "DPDPOTrainer": ("trl", "TRL", "fastdp[trl]"),
-    "DPSentenceTransformerTrainer": ("sentences", "sentence-transformers", "fastdp[sentences]"),
+    "DPSFTTrainer": ("trl", "TRL", "trl"),
+    "DPDPOTrainer": ("trl", "TRL", "trl"),
+    "DPSentenceTransformerTrainer": ("sentences", "sentence-transformers", "sentences"),
 }
 
 
@@ -42,7 +44,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f".{module}", __name__), name)
     except ImportError as problem:
-        raise ImportError(f"fastdp.hf.{name} needs {package}: pip install '{extra}' ({problem})") from problem
+        raise ImportError(f"fastdp.hf.{name} needs {package}: {install_command(extra)} ({problem})") from problem
 
 
 def __dir__() -> list[str]:

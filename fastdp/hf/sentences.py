@@ -1,6 +1,6 @@
 """`DPSentenceTransformerTrainer`: sentence-transformers' trainer with private steps, for losses that couple no samples.
 
-Needs `pip install 'fastdp[sentences]'`.
+Needs the extra `sentences`.
 """
 
 from __future__ import annotations

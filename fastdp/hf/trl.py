@@ -1,4 +1,4 @@
-"""`DPSFTTrainer` and `DPDPOTrainer`: TRL's trainers with private steps. Needs `pip install 'fastdp[trl]'`."""
+"""`DPSFTTrainer` and `DPDPOTrainer`: TRL's trainers with private steps. Needs the extra `trl`."""
 
 from __future__ import annotations
 

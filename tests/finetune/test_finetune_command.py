@@ -218,7 +218,7 @@ def test_models_and_tokenizers_that_cannot_be_used(tmp_path, model, data, out, c
     assert command(language_model(tmp_path / "lm"), *text, "--new-lr", 0.1, "--dry-run") == 0
     assert "--new-lr has no effect" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'fastdp[finetune]'" in refused(capsys, model, *rest)
+    assert "pip install " in refused(capsys, model, *rest)
 
 
 def test_models_that_mix_samples_are_refused(tmp_path, model, data, out, capsys, monkeypatch):

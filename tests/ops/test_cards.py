@@ -10,7 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fastdp.ops import info, registry
+from fastdp.commands import info
+from fastdp.ops import registry
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = """#!/bin/sh

@@ -14,7 +14,7 @@ import torch
 
 import fastdp
 from fastdp.calibration import calibration
-from fastdp.commands import demo
+from fastdp.commands import demo, info
 from fastdp.ops.registry import OPERATORS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,8 +39,23 @@ def test_info_tells_versions_backends_and_devices():
     )
     for word in ("torch", "opacus", "C++ kernels", "Triton", "CUDA", "devices"):
         assert word in done.stdout
-    for extra in ("demo", "gpu", "hf", "finetune", "trl", "sentences"):  # what README and docs tell to install
-        assert f"extra [{extra}]" in done.stdout
+    made_of = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("[tool")[0]
+    for extra in set(re.findall(r"^(\w+) = ", made_of, re.M)) - {"all", "test", "docs"}:
+        assert f"extra {extra} " in done.stdout
+    assert done.stdout.endswith("Nothing is missing.\nTry it: python -m fastdp demo\n")
+
+
+def test_info_ends_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(info, "EXTRAS", {"sentences": ("there_is_no_such_module", "torch"), "gpu": ("torch",)})
+    monkeypatch.setattr(info, "native_status", lambda: "fastdp._C is not installed: run this")
+    told = info.report()
+    assert re.search(r"extra sentences +missing there_is_no_such_module\n", told)
+    cpu, extra, last = told.splitlines()[-3:]
+    assert cpu.endswith("without C++ kernels: fastdp._C is not installed: run this") and last.startswith("Try it: ")
+    assert extra == (
+        "For the extra sentences, if you need it: pip install 'accelerate>=1.1' datasets 'peft>=0.18' "
+        "'sentence-transformers>=6' 'transformers>=5'"
+    )
 
 
 def _backend(kernel: Any) -> str:

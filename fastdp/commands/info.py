@@ -9,10 +9,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from .noise import native_status
-from .registry import OPERATORS, native_cuda, triton_module
+from ..ops.noise import native_status
+from ..ops.registry import OPERATORS, native_cuda, triton_module
+from ..utils.extras import install_command
 
 TESTED = ("2.9", "2.13", "2.14")  # versions of torch: all tests passed (2.13, .ci/run), or those of .ci/matrix
+_HF = ("transformers", "accelerate", "peft")
+EXTRAS = {  # and the modules by which each is told
+    "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": _HF, "lightning": ("lightning",),
+    "finetune": (*_HF, "datasets", "matplotlib", "pyarrow", "tqdm"),
+    "trl": (*_HF, "trl"), "sentences": (*_HF, "sentence_transformers", "datasets"),
+}  # fmt: skip
 
 
 def report() -> str:
@@ -27,20 +34,32 @@ def report() -> str:
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()}"),
         ("devices", ", ".join(_devices())),
     ]
-    hf = ("transformers", "accelerate", "peft")
-    extras = {
-        "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": hf,
-        "finetune": (*hf, "datasets", "matplotlib", "pyarrow", "tqdm"),
-        "trl": (*hf, "trl"), "sentences": (*hf, "sentence_transformers", "datasets"),
-    }  # fmt: skip
-    for extra, modules in extras.items():
-        missing = [m for m in modules if importlib.util.find_spec(m) is None]
-        rows.append((f"extra [{extra}]", "installed" if not missing else f"missing {', '.join(missing)}"))
+    missing = missing_extras()
+    for extra in EXTRAS:
+        rows.append((f"extra {extra}", "installed" if extra not in missing else f"missing {', '.join(missing[extra])}"))
     rows += [
         (f"  {name}", "; ".join(f"{d}: {backends}" for d, backends in by.items())) for name, by in served().items()
     ]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+    return "\n".join([*(f"{name.ljust(width)}  {value}" for name, value in rows), "", *to_do(list(missing))])
+
+
+def missing_extras() -> dict[str, list[str]]:
+    """The extras of which a module is not installed, with these modules."""
+    found = {name: [m for m in modules if importlib.util.find_spec(m) is None] for name, modules in EXTRAS.items()}
+    return {name: modules for name, modules in found.items() if modules}
+
+
+def to_do(extras: list[str]) -> list[str]:
+    """The lines that end the report: what this installation lacks, and what to run next."""
+    cpu, lines = native_status(), []
+    if cpu != "built":
+        lines.append(f"Training on the CPU takes up to three times as long without C++ kernels: {cpu}")
+    if torch.cuda.is_available() and isinstance(triton_module("linear"), str):
+        lines.append(f"Training on the GPU takes many times as long without Triton: {install_command('gpu')}")
+    for extra in extras:
+        lines.append(f"For the extra {extra}, if you need it: {install_command(extra)}")
+    return [*lines, *([] if lines else ["Nothing is missing."]), "Try it: python -m fastdp demo"]
 
 
 def tested(version_of_torch: str) -> str:
