@@ -8,11 +8,11 @@
 >>> optimizer._attached().engine.model(torch.ones(8, 3)).square().sum(1).mean().backward()
 >>> optimizer.step(); tracker.step()
 >>> rows
-[(1, ['clipped', 'clipped_norm', 'cosine'])]
+[(1, ['clipped_norm_not_private', 'clipped_not_private', 'cosine_not_private'])]
 >>> tracker.close(); optimizer.detach()
 
-Epsilon and the noise multiplier may be shown to anybody. The norms, the share clipped and the angle come from the raw
-gradients: the guarantee does not cover them, so keep them from those whom the model is protected against.
+Epsilon and the noise multiplier may be shown to anybody. Names that end in _not_private are of what comes from the raw
+gradients: the guarantee does not cover it, so keep it from those whom the model is protected against.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ class Tracker:
         except StepError:
             return  # an empty batch, of noise alone
         found = report.values()
-        values: dict[str, Any] = {name: found[name] for name in _SHOWN}
-        values["noise_multiplier"] = self._optimizer.noise_multiplier
+        raw: dict[str, Any] = {name: found[name] for name in _SHOWN}
         noise = self._optimizer._attached().noise_std * math.sqrt(self._size)
-        values["noise_over_signal"] = noise / report.clipped_norm if report.clipped_norm > 0 else math.inf
+        raw["noise_over_signal"] = noise / report.clipped_norm if report.clipped_norm > 0 else math.inf
+        raw["norms"] = report.histogram()
+        values = {f"{name}_not_private": value for name, value in raw.items()}
+        values["noise_multiplier"] = self._optimizer.noise_multiplier
         if self._delta is not None:
             values["epsilon"] = self._optimizer.epsilon(self._delta)
-        values["norms"] = report.histogram()
         self._write({f"{self._prefix}{name}": value for name, value in values.items()}, self._steps)
 
     def close(self) -> None:

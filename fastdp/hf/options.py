@@ -40,7 +40,8 @@ class PrivacyArguments:
         count_lost_steps: after a resume, whether to count the steps that were made after the checkpoint.
         repeat_lost_steps: whether a killed run repeats the steps since its last checkpoint bit for bit, at no cost. Its
             keys are kept until it is over in `<output_dir>.secret.key`: whoever has them can take the noise off.
-        log_clipped_share: whether to log the share of clipped samples, which the guarantee does not cover.
+        log_clipped_share: whether to log the share of clipped samples and quantiles of their norms, which the guarantee
+            does not cover.
 
     Raises:
         ValueError: if a value is out of range, or options contradict each other.

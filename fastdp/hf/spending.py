@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import transformers
 from torch import Tensor
 from transformers.trainer_utils import SaveStrategy
@@ -22,6 +25,7 @@ from .batches import Source, column
 from .options import PrivacyArguments
 
 logger = transformers.utils.logging.get_logger("transformers.fastdp")
+NORM_QUANTILES = {"norm_p10": 0.1, "norm_median": 0.5, "norm_p90": 0.9}
 ACCOUNTING_SHARE, ACCOUNTING_FREE = 0.05, 30.0  # of the time, and seconds, at most for epsilon in the logs
 
 
@@ -45,7 +49,7 @@ class Spending:
         self._place: dict[str, Any] = {}
         self._allowed: int | None = None  # noised steps in all before the budget is spent
         self._resumed: ledger.Spent | None = None
-        self._clipped: tuple[Tensor, int] | None = None
+        self._clipped: tuple[Tensor, list[Tensor]] | None = None  # how many since the last log, and the norms of all
         self._computed: tuple[tuple[Any, float], float] | None = None  # the last epsilon, and of what
         self._accounting = [0.0, 0.0]  # when training began, and seconds spent on epsilon since
 
@@ -239,8 +243,12 @@ class Spending:
             if self._private.nonfinite_samples:
                 found["nonfinite_samples"] = self._private.nonfinite_samples
         if self._clipped is not None:
-            clipped, seen = self._clipped
-            found["clipped_share_not_private"] = float(clipped) / max(seen, 1)
+            clipped, norms = self._clipped
+            seen = torch.cat(norms)
+            found["clipped_share_not_private"] = float(clipped) / max(len(seen), 1)
+            finite = seen[seen.isfinite()].double().numpy(force=True)  # torch.quantile takes 16 million at most
+            for name, share in NORM_QUANTILES.items():
+                found[f"{name}_not_private"] = float(np.quantile(finite, share)) if len(finite) else math.nan
             self._clipped = None
         return found
 

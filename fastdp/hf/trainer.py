@@ -355,8 +355,8 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
     def _note_clipped(self, private: PrivateOptimizer) -> None:
         if self.privacy.log_clipped_share and isinstance(private.norms, Tensor):
             clipped = (private.norms > private.max_grad_norm).sum()  # which adaptive clipping moves
-            before, seen = self._clipped or (torch.zeros_like(clipped), 0)
-            self._clipped = before + clipped, seen + len(private.norms)
+            before, norms = self._clipped or (torch.zeros_like(clipped), [])
+            self._clipped = before + clipped, [*norms, private.norms.detach()]
 
     def _attached(self) -> PrivateOptimizer:
         if self._private is not None:

@@ -174,6 +174,8 @@ def test_the_share_clipped_is_of_the_norm_that_adaptive_clipping_has_come_to(tmp
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["clipped_share_not_private"] for entry in logs] == [0.0, 1.0]
+    for entry in logs:
+        assert 0 < entry["norm_p10_not_private"] < entry["norm_median_not_private"] < entry["norm_p90_not_private"]
 
 
 def test_a_loss_that_calls_the_trainers(tmp_path):

@@ -37,10 +37,13 @@ def test_all_are_tried() -> None:
 
 def test_classify(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib").use("agg")
     said, space = run("classify", capsys)
     assert space["accuracy"] > 0.8
     assert 2.9 < float(re.findall(r"epoch 30: epsilon ([\d.]+)", said)[0]) <= 3.0
     assert "held until the end of backward" in space["optimizer"].explain()
+    drawn = [line.get_ydata() for axes in space["figure"].axes for line in axes.get_lines()]
+    assert len(drawn) == 5 and list(drawn[0]) == sorted(drawn[0]) and len(drawn[0]) == 30
 
 
 def test_language_model_lora(capsys: pytest.CaptureFixture[str]) -> None:

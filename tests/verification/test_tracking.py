@@ -62,10 +62,15 @@ def test_a_function_gets_what_the_diagnostics_say() -> None:
     optimizer, norms = train(lambda values, step: rows.append((dict(values), step)), every=2)
     assert [step for _, step in rows] == [1, 3, 5]
     for values, step in rows:
-        assert values["privacy/clipped"] == pytest.approx(float((norms[step - 1] > 0.5).float().mean()))
-        assert values["privacy/norm_median"] == pytest.approx(float(norms[step - 1].double().quantile(0.5)), rel=1e-6)
-        assert isinstance(values["privacy/norms"], NormHistogram) and int(values["privacy/norms"].counts.sum()) == 8
-        noise = values["privacy/noise_over_signal"] * values["privacy/clipped_norm"]
+        assert values["privacy/clipped_not_private"] == pytest.approx(float((norms[step - 1] > 0.5).float().mean()))
+        assert values["privacy/norm_median_not_private"] == pytest.approx(
+            float(norms[step - 1].double().quantile(0.5)), rel=1e-6
+        )
+        assert (
+            isinstance(values["privacy/norms_not_private"], NormHistogram)
+            and int(values["privacy/norms_not_private"].counts.sum()) == 8
+        )
+        noise = values["privacy/noise_over_signal_not_private"] * values["privacy/clipped_norm_not_private"]
         assert noise == pytest.approx(1.5 * 0.5 * math.sqrt(21))
     assert rows[-1][0]["privacy/epsilon"] == pytest.approx(optimizer.epsilon(1e-5))
 
@@ -88,7 +93,9 @@ def test_noise_is_that_of_the_step_where_the_clipping_norm_moves() -> None:
         tracker.step()
         both = optimizer.noise_multiplier / 2
         gradients = (both**-2 - 8.0**-2) ** -0.5 if both < 8 else math.nan
-        assert rows[-1]["noise_over_signal"] * rows[-1]["clipped_norm"] == pytest.approx(gradients * before * 2)
+        assert rows[-1]["noise_over_signal_not_private"] * rows[-1]["clipped_norm_not_private"] == pytest.approx(
+            gradients * before * 2
+        )
     tracker.close()
 
 
@@ -96,7 +103,7 @@ def test_tensorboard() -> None:
     board = Board()
     train(board, every=4, prefix="")
     assert {step for _, step in board.scalars} == {1, 5} and ("epsilon", 5) in board.scalars
-    assert len(board.histograms["norms", 1]) == 8
+    assert len(board.histograms["norms_not_private", 1]) == 8
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan])
@@ -125,7 +132,7 @@ def test_wandb(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     train(run, steps=1)
     ((values, step),) = run.logged
-    shown = values["privacy/norms"]
+    shown = values["privacy/norms_not_private"]
     assert step == 1 and (shown[0] == "histogram" if installed else set(shown) == {"counts", "edges"})
 
 
