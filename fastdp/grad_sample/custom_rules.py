@@ -188,7 +188,12 @@ def _layout_like(position: int, call: Call) -> Tags:
 __all__ = ["Rule", "RuleCall", "register_rule", "unregister_rule"]
 
 
-FUNCTIONS = {"peft.tuners.loha.layer": ("HadaWeight", "HadaWeightCP")}  # of LoHa
+FUNCTIONS = {  # of PEFT's adapters
+    "peft.tuners.boft.layer": ("FastBlockDiag",),
+    "peft.tuners.c3a.utils": ("BlockCircularConvolution",),
+    "peft.tuners.loha.layer": ("HadaWeight", "HadaWeightCP"),
+    "peft.tuners.randlora.layer": ("UniqueBaseGrad",),
+}
 
 
 _seen: set[str] = set()

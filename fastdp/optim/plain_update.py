@@ -43,7 +43,7 @@ def makes_state(optimizer: Any, busy: bool) -> bool:
     """Whether a step is of torch.distributed.checkpoint, which lets an optimizer without state make its own, by a
     step with zero gradients at the learning rate 0. Such a step tells nothing of data. busy: a backward came before,
     whose gradients must wait for a step of the user's."""
-    if any(optimizer.state.values()) or any(float(group["lr"]) for group in optimizer.param_groups):
+    if any(optimizer.state.values()) or any(group.get("lr") != 0 for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not grads or any(g is None or bool(_local(g).count_nonzero()) for g in grads):
