@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import runpy
@@ -85,3 +86,15 @@ def test_persons(monkeypatch, capsys):
     out = run(monkeypatch, capsys, "user_level", "--quick")
     assert "480 ratings of 40 students" in out
     assert "epsilon 3.00 of one record" in out and "epsilon 3.00 of one group" in out
+
+
+def test_qlora(monkeypatch, capsys):
+    """Without bitsandbytes, it names what is missing."""
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        with pytest.raises(SystemExit, match="pip install bitsandbytes"):
+            run(monkeypatch, capsys, "qlora")
+        return
+    out = run(monkeypatch, capsys, "qlora", "--steps", 2)
+    assert "fastdp.verify: exact" in out and out.splitlines()[-1] == "epsilon 8.00"
