@@ -1,6 +1,6 @@
 """QLoRA with differential privacy: a 4-bit base of bitsandbytes, LoRA on top, on a GPU or the CPU.
 
-    pip install 'fastdp[hf]' bitsandbytes
+    pip install '.[hf]' bitsandbytes
     python examples/qlora.py [--model NAME_OR_FOLDER] [--steps 20]
 
 Without --model, a tiny random Llama is made; texts are random tokens. docs/adapters.md says what to look out for.
