@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,20 +39,32 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def source_of(
-    data: Any, options: dict[str, Any], drawn_by: tuple[type, ...], refusal: str
+    data: Any,
+    options: dict[str, Any],
+    drawn_by: tuple[type, ...],
+    refusal: str,
+    of_stream: Callable[[IterableDataset[Any]], Any] | None = None,
 ) -> tuple[Any, dict[str, Any], int | None]:
     """The dataset of a DataLoader, or the one given; how it is fetched; and the DataLoader's batch size.
 
     drawn_by: the kinds of samplers that another one may take the place of; refusal: what is said of others.
+    of_stream: makes a map-style dataset of an iterable one, which is refused without it.
     """
     dataset, batch_size = data, None
     if isinstance(data, DataLoader):
+        dataset, options, batch_size = data.dataset, {**options_of(data), **options}, data.batch_size
+    stream = isinstance(dataset, IterableDataset)
+    if isinstance(data, DataLoader) and not stream:  # (of a stream, torch's sampler draws nothing)
         kind = type(sampler_of(data))
         if kind not in drawn_by or not getattr(data, "in_order", True):
             raise StepError(f"the DataLoader draws by {kind.__name__}, or out of order: {refusal}")
-        dataset, options, batch_size = data.dataset, {**options_of(data), **options}, data.batch_size
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise StepError("a map-style dataset is needed (a length, access by index): load an iterable one into a list")
+    if stream and of_stream is not None:
+        return of_stream(dataset), options, batch_size
+    if stream or not hasattr(dataset, "__len__"):
+        raise StepError(
+            "a map-style dataset is needed (a length, access by index): load an iterable one into a list, or train in "
+            "its order, with fastdp.mechanisms.ftrl_loader(data, records=...) and DPFTRL"
+        )
     return dataset, options, batch_size
 
 

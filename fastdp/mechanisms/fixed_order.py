@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler, Subset
 from ..data.empty_batches import fetching, source_of
 from ..data.loader import PoissonLoader
 from ..data.sampler import PoissonSampler
+from ..data.streams import StreamRecords
 from ..distributed.fingerprints import mark
 from ..errors import AccountingError
 from ..utils.keyword_arguments import parameters_of, refuse_unknown
@@ -73,6 +74,7 @@ def ftrl_loader(
     *,
     batch_size: int | None = None,
     order: Sequence[int] | None = None,
+    records: int | None = None,
     max_physical_batch_size: int | None = None,
     **loader_options: Any,
 ) -> FixedOrderLoader:
@@ -81,13 +83,16 @@ def ftrl_loader(
     Every record is in at most one batch of a pass. Records that fill no whole batch at the end are in none.
 
     Args:
-        data: a map-style dataset, or a DataLoader, whose dataset, collate_fn, workers and batch_size are used. One that
+        data: a dataset, or a DataLoader, whose dataset, collate_fn, workers and batch_size are used. One that
             shuffles is refused, since it draws another order for every pass. A number must mean the same record in
-            every pass and every process: that the dataset itself is shuffled in between is not seen.
+            every pass and every process: that the dataset itself is shuffled in between is not seen. An
+            IterableDataset is read in its order, from its beginning in each pass, without workers.
         batch_size: the number of records of a batch. It defaults to the batch_size of a DataLoader.
         order: the numbers of the records in the order of training, each at most once. By default, that of the dataset.
             It must not be chosen by what is in the records; `torch.randperm(len(data))` is a good choice, if the
             dataset is sorted.
+        records: how many records to read of an IterableDataset in a pass: by default its length, if it has one. It
+            must not be chosen by what is in them.
         max_physical_batch_size: the largest number of records in a physical batch, as of `poisson_loader`.
         loader_options: options of torch's DataLoader, if data is a dataset.
 
@@ -97,10 +102,17 @@ def ftrl_loader(
     Raises:
         ValueError: if a size is out of range, or the order is not one.
         TypeError: if an option is unknown; the error names the nearest, or what to do instead.
-        StepError: if the data cannot be read by index, or the DataLoader shuffles.
+        StepError: if the data have no length, or the DataLoader shuffles. In a pass: if a stream ends too soon.
     """
     refuse_unknown("ftrl_loader", loader_options, parameters_of(DataLoader) | parameters_of(ftrl_loader))
-    dataset, loader_options, of_loader = source_of(data, loader_options, (SequentialSampler,), _ORDERED)
+    dataset, loader_options, of_loader = source_of(
+        data, loader_options, (SequentialSampler,), _ORDERED, lambda stream: StreamRecords.of(stream, records)
+    )
+    if isinstance(dataset, StreamRecords):
+        if order is not None or loader_options.get("num_workers"):
+            raise ValueError("order= or num_workers= with an IterableDataset: it is read in its own order, here")
+    elif records is not None:
+        raise ValueError("records= is of an IterableDataset; of other data, give a part of the numbers as order=")
     batch_size = of_loader if batch_size is None else batch_size
     refused = {"shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
     if refused or loader_options.get("in_order") is False:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from ..batch_axis.inputs import mark_of, mark_rows, may_be_packed, nested_tensors, samples_said
 from ..data.batched_datasets import fetches_batches
 from ..data.empty_batches import CollateWithEmpty
+from ..data.streams import StreamRecords
 
 FETCHED = 4  # times as many samples as are looked at are taken out of a data set, to draw different ones
 
@@ -112,6 +113,8 @@ def fetched(
     """
     if isinstance(source, DataLoader):
         source, collate = source.dataset, collate or source.collate_fn
+    if isinstance(source, StreamRecords):
+        source = source.stream  # from its beginning: what is drawn by index would read it again and again
     if not isinstance(source, Dataset) and collate is None:
         return None
     collate = collate or default_collate

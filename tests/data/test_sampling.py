@@ -94,8 +94,9 @@ def test_bad_loaders():
         def __iter__(self):
             return iter(range(5))
 
-    with pytest.raises(StepError, match="map-style"):
-        fastdp.poisson_loader(Stream(), sample_rate=0.5)
+    for stream in (Stream(), torch.utils.data.DataLoader(Stream())):
+        with pytest.raises(StepError, match="map-style.*ftrl_loader"):
+            fastdp.poisson_loader(stream, sample_rate=0.5)
 
 
 def test_physical_batches_give_the_same_update_as_one():

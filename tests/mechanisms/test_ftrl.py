@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import fastdp
 from fastdp.errors import AccountingError, StepError
@@ -164,6 +165,68 @@ def test_wrong_loaders_are_refused_by_name() -> None:
         with pytest.raises(StepError, match="another order, batch size"):
             train(optimizer, model, other)
     assert [tree.steps for tree in optimizer.trees] == [6]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Yields the records of `data` in their order."""
+
+    def __init__(self, records: int = N) -> None:
+        self.records = records
+
+    def __iter__(self):
+        return iter(data(self.records))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.records
+
+
+@pytest.mark.parametrize("given", [Sized(), DataLoader(Sized(), batch_size=BATCH), Stream()])
+def test_a_stream_of_a_known_size_trains_as_a_list_does(given) -> None:
+    """Two passes, the first left after two steps and taken up by another loader; the weights and epsilon are those of
+    the records in a list."""
+    found = []
+    for source, known in ((data(), {}), (given, {} if hasattr(given, "__len__") else {"records": N})):
+        model = network()
+        optimizer, loader = made(model), ftrl_loader(source, batch_size=BATCH, max_physical_batch_size=3, **known)
+        train(optimizer, model, loader, steps=4)  # of two physical batches each
+        again = ftrl_loader(source, batch_size=BATCH, max_physical_batch_size=3, **known)
+        again.load_state_dict(loader.state_dict())
+        train(optimizer, model, again)
+        train(optimizer, model, again)
+        found.append((torch.nn.utils.parameters_to_vector(model.parameters()).detach(), optimizer.epsilon(1e-3)))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_verify_reads_the_beginning_of_a_stream_once() -> None:
+    begun = []
+
+    class Watched(Stream):
+        def __iter__(self):
+            begun.append(1)
+            return super().__iter__()
+
+    loader = ftrl_loader(Watched(), records=N, batch_size=BATCH)
+    assert "exact" in str(fastdp.verify(network(), lambda m, batch: losses(m, *batch).mean(), loader))
+    assert len(begun) == 1
+
+
+def test_streams_that_cannot_be_read_are_refused() -> None:
+    for source, options, words in (
+        (Stream(), {}, "give records="),
+        (Stream(), {"records": 0}, "at least 1"),
+        (Stream(), {"records": N, "order": range(N)}, "its own order"),
+        (DataLoader(Sized(), num_workers=1), {}, "num_workers="),
+        (data(), {"records": N}, "give a part of the numbers as order="),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ftrl_loader(source, **{"batch_size": BATCH, **options})
+    model = network()
+    optimizer = made(model)
+    with pytest.raises(StepError, match=f"no record {N}, and should have {2 * N}"):
+        train(optimizer, model, ftrl_loader(Stream(), records=2 * N, batch_size=BATCH))
+    assert sum(tree.steps for tree in optimizer.trees) == N // BATCH  # those that were made are counted
 
 
 def test_dpsgd_refuses_a_fixed_order() -> None:
