@@ -8,7 +8,7 @@ import time
 import warnings
 from typing import Any, NamedTuple
 
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import IterableDataset, SequentialSampler, SubsetRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .weighted_samplers import REMEDY, sampler_of, uneven
@@ -25,11 +25,19 @@ class _Open(NamedTuple):
     records: int  # 0: a stream, whose records cannot be counted
     fits: bool  # its batches are as large as the one at hand
     uneven: str  # why some of its records are drawn more often than others
+    ordered: bool  # it draws nothing: the order is that of a dataset or stream
+
+
+_ORDERED = (
+    "the DataLoader draws nothing (shuffle=False, or an IterableDataset), and the sample rate is below 1: epsilon "
+    "counts on batches that are drawn at random and secret, and will be too small. Train with fastdp.poisson_loader, "
+    "or, if records must be read in one order, with fastdp.mechanisms.DPFTRL and ftrl_loader."
+)
 
 
 class RateCheck:
-    """Warns, once, where a sample rate that was given is far below what the first batch shows. Where none was given,
-    what it shows is kept for the rate that `epsilon` will be given.
+    """Warns, once, where a sample rate below 1 is given and nothing is drawn, and where it is far below what the first
+    batch shows. Where none was given, what it shows is kept for the rate that `epsilon` will be given.
 
     Records can be counted where an ordinary DataLoader is being iterated. Where several are, those whose batches are of
     the size at hand are believed, and of these the one with the most records.
@@ -41,6 +49,7 @@ class RateCheck:
         self.told: list[str] = []  # what it has warned of
         self._seen = (0, 0)  # samples of the first batch, and records, if no rate was given: 0 if they are not known
         self._before: list[tuple[int, int]] = []  # the same, of optimizers whose steps this one counts
+        self._ordered = False  # whether nothing was drawn, and no rate was given
 
     def check(self, rate: float | None, batch: int, expected: float | None) -> None:
         """Look, at a backward that no Poisson loader tells of.
@@ -56,6 +65,9 @@ class RateCheck:
             return
         if why := chosen[0].uneven:
             self._tell(f"{why}: no sample rate is that of every record, and epsilon will be too small. {REMEDY}.", 3)
+        self._ordered = rate is None and all(item.ordered for item in chosen)
+        if rate is not None and rate < 1 and all(item.ordered for item in chosen):
+            self._tell(_ORDERED, 3)
         records = max(item.records for item in chosen) if all(item.records for item in chosen) else 0
         if rate is None:
             self._seen = (batch, records)
@@ -69,7 +81,9 @@ class RateCheck:
         return f" The first batch has {_share(batch, records)}." if records else ""
 
     def compare(self, rate: float | None) -> None:
-        """Warn if a rate that `epsilon` is given is far below what the first batch showed."""
+        """Warn if a rate that `epsilon` is given is far below what the first batch showed, or nothing was drawn."""
+        if rate is not None and rate < 1 and self._ordered and _ORDERED not in self.told:
+            self._tell(_ORDERED, 5)
         low = [] if rate is None else [seen for seen in (*self._before, self._seen) if _is_low(rate, *seen)]
         if rate is not None and low:
             self._warn(rate, f"the first batch had {_share(*low[0])}", stacklevel=5)
@@ -77,7 +91,7 @@ class RateCheck:
     def continue_from(self, other: RateCheck) -> None:
         """The steps of the optimizer that this one takes the place of are asked for with its own."""
         self._before, self.low = [*other._before, other._seen], self.low or other.low
-        self.told += other.told
+        self.told, self._ordered = self.told + other.told, self._ordered or other._ordered
 
     def check_size(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""
@@ -134,7 +148,8 @@ def _open(iterator: Any, batch: int) -> _Open:
     if not getattr(iterator, "_auto_collation", True):  # each item is a batch
         count, size = count * batch, batch
     why = uneven(sampler_of(batches), count) if count else ""
-    return _Open(count, size == batch, why)
+    ordered = isinstance(source, IterableDataset) or type(sampler_of(batches)) is SequentialSampler
+    return _Open(count, size == batch, why, ordered)
 
 
 def rate_and_size(

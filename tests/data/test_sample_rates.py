@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import fastdp
 from fastdp.accounting import epsilon_of
@@ -93,7 +93,8 @@ def test_who_needs_no_rate_hears_nothing(silent):
     records = TensorDataset(data(60))
     for loader, options in (
         (fastdp.poisson_loader(records, sample_rate=0.1, steps=2), {}),
-        (DataLoader(records, batch_size=6), {"sample_rate": 0.1}),
+        (DataLoader(records, batch_size=6, shuffle=True), {"sample_rate": 0.1}),
+        (DataLoader(records, batch_size=6), {"sample_rate": 1.0}),  # amplified by nothing
         (DataLoader(records, batch_size=6), {"noise_multiplier": 0.0}),
     ):
         size = {} if isinstance(loader, fastdp.sampling.PoissonLoader) else {"expected_batch_size": 6}
@@ -103,6 +104,25 @@ def test_who_needs_no_rate_hears_nothing(silent):
             backward(model, x)
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(data(60)))
+
+
+@pytest.mark.parametrize("records", [TensorDataset(data(60)), Stream()])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rate_of_batches_that_nobody_draws_is_warned_of(records, later):
+    """In one order a record is in a step for certain: the rate of an IterableDataset's batches amplifies nothing."""
+    optimizer = private(model := model_of(), **({} if later else {"sample_rate": 0.1}))
+    with pytest.warns(UserWarning) as seen:
+        for (x,) in DataLoader(records, batch_size=6):
+            backward(model, x)
+            optimizer.step()
+        before = sum("draws nothing" in str(w.message) for w in seen)
+        optimizer.epsilon(1e-3, **({"sample_rate": 0.1} if later else {}))
+    assert (before, sum("draws nothing" in str(w.message) for w in seen)) == (int(not later), 1)
 
 
 def test_batches_from_a_seed_are_said_as_noise_from_one():
