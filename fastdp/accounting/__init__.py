@@ -6,6 +6,7 @@ The neighbouring relation is the addition or removal of one sample, with Poisson
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from typing import Any
@@ -108,7 +109,7 @@ def epsilon_by(history: History, delta: float, accountant: str) -> float:
                 "the sample rate of the steps is not known: give sample_rate= to the optimizer or to its epsilon(), or "
                 "train with fastdp.poisson_loader, which tells it"
             )
-        runs.append((sigma, rate, steps))
+        runs.append((float(sigma), float(rate), int(steps)))
     if not runs:
         return 0.0
     if any(sigma == 0 for sigma, _, _ in runs):
@@ -143,11 +144,11 @@ def _of_noisy_runs(accountant: str, runs: list[tuple[float, float, int]], delta:
     """The accountant's epsilon of runs that all have noise."""
     if accountant == "gdp":
         return _gdp(runs, delta)
-    bound = _by_opacus("rdp", runs, delta)
+    bound = _by_opacus("rdp", tuple(runs), delta)
     if accountant == "rdp" or bound > PRV_REACH:
         return bound
     try:
-        found = _by_opacus("prv", runs, delta)
+        found = _by_opacus("prv", tuple(runs), delta)
     except (RuntimeError, ValueError, MemoryError) as problem:  # its numbers run out: RDP bounds epsilon as well
         found = bound
         warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=4)
@@ -159,7 +160,8 @@ PRV_LIMIT = 500.0
 PRV_REACH = 2 * PRV_LIMIT  # RDP's bound above which PRV's grid takes gigabytes, and tells nothing
 
 
-def _by_opacus(name: str, runs: list[tuple[float, float, int]], delta: float) -> float:
+@functools.lru_cache(maxsize=1024)  # clients of one federation, and each round's optimizers, ask the same again
+def _by_opacus(name: str, runs: tuple[tuple[float, float, int], ...], delta: float) -> float:
     from opacus.accountants import create_accountant
 
     with warnings.catch_warnings():

@@ -185,7 +185,7 @@ class Ledger:
     @property
     def spent(self) -> History:
         """The runs of all steps that were made."""
-        return [*self.lost, *self.history]
+        return merged([*self._lost, *self._runs])
 
     @property
     def elsewhere(self) -> int:

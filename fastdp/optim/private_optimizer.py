@@ -191,11 +191,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def history(self) -> History:
-        """All noised steps as runs of (noise multiplier, sample rate, steps).
+        """The noised steps of this run as runs of (noise multiplier, sample rate, steps).
 
         A fourth number, if there is one, is the probability that a step's sample was cut to a largest size.
 
         It begins with that of a state that was loaded, and of an optimizer of the same model that this one replaced.
+        Steps of a ledger= file that no loaded state holds are in `epsilon` alone.
         """
         return list(self._accounted().ledger.history)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
+from fastdp import accounting
 from fastdp.accounting import default_delta, epsilon_of
 from fastdp.errors import AccountingError, OptimizerReplacedWarning, StepError
 
@@ -206,3 +207,17 @@ def test_epsilon_has_a_delta_of_its_own():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
         assert optimizer.epsilon() == optimizer.epsilon(default_delta(RECORDS))
+
+
+@pytest.mark.filterwarnings("ignore:the ledger file holds")
+def test_the_optimizer_of_a_further_round_plans_nothing_anew(tmp_path):
+    """Clients of a federation make an optimizer a round: what the first has computed serves the others."""
+    made, computed = [], []
+    for _ in range(3):
+        model, loader = nn.Linear(3, 2), loader_of()
+        optimizer = optimizer_of(model, loader=loader, ledger=tmp_path / "ledger", target_epsilon=2.875)
+        made.append(train(optimizer, loader, steps=3))
+        computed.append(accounting._by_opacus.cache_info().misses)
+        optimizer.detach()
+    assert made == [3, 3, 2]  # of two epochs of four steps; the third was refused one
+    assert computed[1] == computed[0] and computed[2] <= computed[1] + 2  # the refusal names the epsilon
