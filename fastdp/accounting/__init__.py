@@ -215,6 +215,7 @@ def noise_multiplier_for(
     accountant: str = "prv",
     tolerance: float = 0.01,
     truncation: float = 0.0,
+    history: History | None = None,
 ) -> float:
     """Find the smallest noise multiplier that spends at most target_epsilon, up to the tolerance.
 
@@ -228,6 +229,7 @@ def noise_multiplier_for(
         accountant: "prv", "rdp" or "gdp".
         tolerance: how far epsilon may stay below target_epsilon.
         truncation: the probability that a step's sample is cut to a largest size (`fastdp.sampling.truncation`).
+        history: the runs of steps that were made before, which count, too (`optimizer.history`).
 
     Returns:
         The noise multiplier sigma, in units of the sensitivity.
@@ -255,9 +257,16 @@ def noise_multiplier_for(
     if accountant == "prv" and target_epsilon < 0.05:
         raise AccountingError("PRV accounting is exact to 0.01: for an epsilon below 0.05 use accountant='rdp'")
 
+    before = list(history or ())
+    if before and (gone := epsilon_by(before, delta, accountant)) >= target_epsilon:
+        raise AccountingError(
+            f"the budget is spent: the steps so far have epsilon {gone:.4g} at delta {delta:g}, which leaves none of "
+            f"target_epsilon={target_epsilon:g} for {steps} more: take a larger one"
+        )
+
     def spent(sigma: float) -> float:
         try:
-            return epsilon_by([(sigma, sample_rate, steps, truncation)], delta, accountant)
+            return epsilon_by([*before, (sigma, sample_rate, steps, truncation)], delta, accountant)
         except AccountingError:  # GDP has no number for so little noise: too much is spent
             if accountant != "gdp":
                 raise
@@ -270,7 +279,7 @@ def noise_multiplier_for(
                 warnings.simplefilter("ignore")
                 start = noise_multiplier_for(
                     target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
-                    truncation=truncation,
+                    truncation=truncation, history=history,
                 )  # fmt: skip
     low, high, below = 0.0, start, math.inf
     while (above := spent(high)) > target_epsilon:

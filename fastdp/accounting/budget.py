@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..errors import StepError
-from . import History, epsilon_by
+from ..errors import AccountingError, StepError
+from . import History, epsilon_by, noise_multiplier_for
 from .runs import Kind, entry, kind_of, steps_in, steps_within
 
 
@@ -17,6 +17,26 @@ class Budget:
         self.target_epsilon, self.delta, self.accountant = target_epsilon, delta, accountant
         self.kind, self.steps = kind, steps
         self._limits: dict[Any, int] = {}  # how many steps there may be in all, by all but the last run of equal ones
+
+    def for_the_rest(self, history: History, noise_multiplier: float) -> tuple[float, str]:
+        """With which noise a run that began under another plan goes on, so that all of its steps keep the budget.
+
+        noise_multiplier: that of the other plan, which stays where nothing else can be had: then the budget ends early.
+        Returns it, and what to say of it.
+        """
+        rest, (_, rate, truncation) = self.steps - steps_in(history), self.kind
+        begin = f"the loaded run has made {steps_in(history)} steps by another plan (noise multiplier "
+        begin = f"{begin}{noise_multiplier:.4g}, for {self.steps} steps it is {self.kind[0]:.4g})"
+        try:
+            if rest < 1 or rate is None:
+                raise AccountingError(f"{max(rest, 0)} of {self.steps} steps are left")
+            found = noise_multiplier_for(
+                target_epsilon=self.target_epsilon, delta=self.delta, sample_rate=rate, steps=rest,
+                accountant=self.accountant, truncation=truncation, history=history,
+            )  # fmt: skip
+        except AccountingError as problem:
+            return noise_multiplier, f"{begin}. Its noise stays, and steps end where the budget does: {problem}"
+        return found, f"{begin}. The {rest} steps left get {found:.4g}, so that all together keep the budget."
 
     def check(self, history: History, kind: Kind) -> None:
         """A step of this kind is to follow this history. Raises StepError if it would exceed the budget."""

@@ -21,6 +21,7 @@ NOT_COVERED = (
     "Losses, accuracies, norms and other figures that were computed from the records without noise.",
     "The number of records, from which delta, batch size and steps may follow: taken as public.",
     "The data that pre-trained weights and a tokenizer were made from.",
+    "What was fitted to the records before training: means and scales, imputed values, chosen features, a vocabulary.",
     "Facts about a person that others' records, or the population, show.",
     "Other releases from the same records: budgets add up.",
     "The random numbers are floating-point Gaussians: attacks on their lowest bits are not addressed.",

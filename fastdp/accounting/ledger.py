@@ -103,7 +103,7 @@ class Ledger:
         check_options(0.0, expected, rate, 0.0)
         if not expected or not rate:
             raise AccountingError(
-                "give epsilon() a delta, such as 1 / (10 n): how many samples n there are is not known"
+                "give epsilon() or privacy_card() a delta, such as 1 / (10 n): the number n of samples is not known"
             )
         return default_delta(round(expected / rate))
 

@@ -34,8 +34,8 @@ _BY_ROW = (
 LOSSES = frozenset((*_BY_ELEMENT, *_BY_ROW, F.cross_entropy, F.nll_loss, F.ctc_loss))
 UNEVEN = (
     "divides by the number (or weights) of the labels that count in the whole batch, which is not the same for every "
-    "sample: each one's weight depends on the others. Take reduction=\"none\" and each sample's own mean, or "
-    'reduction="sum" divided by a constant'
+    "sample: each one's weight depends on the others. Take reduction=\"none\", each sample's own mean (times "
+    "a constant weight of its class, if classes are weighted), and the mean over the samples"
 )
 _SHARED = (
     "takes {} made of the samples, which all of them share, so that each sample's loss depends on the others: make it "

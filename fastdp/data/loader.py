@@ -279,6 +279,11 @@ def poisson_loader(
     world = dealing_world(process_group, mesh)
     with world.deciding():
         refuse_unknown("poisson_loader", loader_options, parameters_of(DataLoader) | parameters_of(poisson_loader))
+        if own := sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()):
+            raise TypeError(
+                f"poisson_loader: {', '.join(f'{name}=' for name in own)}: the loader draws each batch at random, by "
+                "itself: leave it out, and give expected_batch_size= or sample_rate="
+            )
         found = _loader_of(
             data, sample_rate, expected_batch_size, max_physical_batch_size, max_batch_size, steps, seed, group_by,
             max_records_per_group, augmentations, dict(loader_options),

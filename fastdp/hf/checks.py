@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import StepError, VerificationError
+from ..errors import ParameterError, StepError, VerificationError
 from ..utils.rng_state import random_states, set_random_states
 from ..verification.state import evaluating as evaluating
 from ..verification.verify import VerifyReport, verify
@@ -70,6 +70,8 @@ def check_padding(
 def _gradient(model: nn.Module, loss: Loss, batch: Mapping[str, Any]) -> list[Tensor]:
     """The gradient of the loss, which draws the same numbers each time, should it draw any."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
     drawn, states = random.getstate(), random_states(*{p.device for p in trained})
     try:
         found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..accounting import check_options, default_delta, delta_problem, noise_multiplier_for, steps_per_epoch
+from ..accounting import History, check_options, default_delta, delta_problem, noise_multiplier_for, steps_per_epoch
 from ..accounting.budget import Budget
 from ..data.loader import PoissonLoader
 from ..errors import AccountingError
@@ -14,8 +14,11 @@ OF_BUDGET = ("target_epsilon", "delta", "epochs", "steps", "loader")
 _NEEDED = "give noise_multiplier=, or target_epsilon= with loader= (or sample_rate=) and epochs= (or steps=)"
 
 
-def take_budget(options: dict[str, Any], owner: str) -> Budget | None:
+def take_budget(options: dict[str, Any], owner: str, spent: History) -> Budget | None:
     """Turn the options of a budget into a noise multiplier and a sample rate, among the options of an optimizer.
+
+    spent: the steps of the optimizer of the same model in whose place this one comes. The noise is that with which the
+    steps planned keep the budget together with these.
 
     Returns the budget; None if a noise multiplier was given. Raises TypeError if options are missing or too many,
     ValueError or AccountingError if one has no such value.
@@ -56,8 +59,19 @@ def take_budget(options: dict[str, Any], owner: str) -> Budget | None:
         if not 0 < epochs < math.inf:
             raise ValueError(f"epochs must be a positive number, not {epochs!r}")
         steps = math.ceil(epochs * (per_epoch or steps_per_epoch(rate)) - 1e-9)
+    if any(run[1] is None for run in spent):
+        raise AccountingError(
+            "the budget cannot be kept: the sample rate of steps that the model's optimizer has made is not known. "
+            "Give it sample_rate= from the start; or detach() it before, if it has trained on other data"
+        )
     noise = noise_multiplier_for(
-        target_epsilon=target, delta=delta, sample_rate=rate, steps=steps, accountant=accountant, truncation=truncation
+        target_epsilon=target,
+        delta=delta,
+        sample_rate=rate,
+        steps=steps,
+        accountant=accountant,
+        truncation=truncation,
+        history=spent,
     )
     options["noise_multiplier"] = noise  # (the rate of a loader's batches, they tell themselves)
     return Budget(target, delta, accountant, (noise, rate, truncation), steps)

@@ -116,6 +116,10 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
         by_seed = bool(state.get("by_seed") or (history and state["seed"] is not None))
         take_ups = [of_ledger, privacy.missed.read(state.get("missed", {})), _of_mechanism(privacy, state)]
         take_ups.append(_of_quantile(privacy, state))
+        budget = privacy.ledger.budget
+        if budget is not None and noise_multiplier != budget.kind[0]:
+            noise_multiplier, text = budget.for_the_rest(draws.accounted([*lost, *history]), noise_multiplier)
+            said = [*said, text]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
     for text in said:

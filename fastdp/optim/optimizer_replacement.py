@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..accounting import History
 from ..accounting.runs import steps_in
 from ..distributed.world import processes
 from ..errors import AccountingError, OptimizerReplacedWarning
@@ -62,6 +63,12 @@ def made(model: nn.Module, name: str, make: Callable[[], PrivateStep]) -> Privat
     watch(privacy)
     _OWNERS[privacy.engine.model] = _Owner(weakref.ref(privacy), name)
     return privacy
+
+
+def spent_before(model: nn.Module) -> History:
+    """The steps of the model's optimizer that would count in that of another one, made now."""
+    former, _ = _former_of(model)
+    return [] if former is None or former.mechanism is not None else former.ledger.draws.accounted(former.ledger.spent)
 
 
 def _former_of(model: nn.Module) -> tuple[PrivateStep | None, str]:
@@ -116,7 +123,10 @@ def _note(former: PrivateStep, before: str, name: str, carried: bool) -> str:
 
 
 def _epsilon(former: PrivateStep) -> str:
-    delta, rate = former.ledger.asked or (_DELTA, None)
+    usual = (
+        former.ledger.default_delta(former.expected_batch_size, former.sample_rate) if former.ledger.budget else _DELTA
+    )
+    delta, rate = former.ledger.asked or (usual, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said where epsilon is asked for
         try:

@@ -24,7 +24,7 @@ from .adaptive_clipping import step_class_for
 from .budget_options import take_budget
 from .clipping import ClippingFunction
 from .deferred_setup import defer_setup
-from .optimizer_replacement import made
+from .optimizer_replacement import made, spent_before
 from .option_checks import take_norms, take_views
 from .private_optimizer import PrivateOptimizer, base_of
 from .private_step import PrivateStep
@@ -43,7 +43,7 @@ class _Constructed(PrivateOptimizer):
     def _make(self, model: nn.Module, lr: Any = None, params: Iterable[Any] | None = None, **options: Any) -> None:
         """What `__init__` does with what it was given."""
         take_norms(options.pop("norms", "exact"))
-        budget = take_budget(options, type(self).__name__)
+        budget = take_budget(options, type(self).__name__, spent_before(model))
         take_views(options, options.get("loss_reduction", "mean"))
         private = {name: options.pop(name) for name in OF_PRIVACY if name in options}
         if lr is not None:

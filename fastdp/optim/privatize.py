@@ -19,7 +19,7 @@ from .adaptive_clipping import OPTIONS, step_class_for
 from .budget_options import take_budget
 from .clipping import ClippingFunction
 from .deferred_setup import defer_setup
-from .optimizer_replacement import made
+from .optimizer_replacement import made, spent_before
 from .option_checks import take_norms, take_views
 from .private_optimizer import PrivateOptimizer
 from .private_step import PrivateStep
@@ -154,7 +154,7 @@ def privatize(
         "steps": steps, "loader": loader, "sample_rate": sample_rate, "accountant": accountant,
         "expected_batch_size": expected_batch_size,
     }  # fmt: skip
-    budget = take_budget(noise, "privatize")
+    budget = take_budget(noise, "privatize", spent_before(model))
 
     def make() -> PrivateStep:
         privacy = step_class_for(PrivateStep, given)(

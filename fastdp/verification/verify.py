@@ -5,6 +5,7 @@ The check also finds gradients of a sample that depend on other samples, which n
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from ..batch_axis.row_groups import numbers_of
 from ..data.loader import PoissonLoader
 from ..data.random_generators import devices_of
 from ..engine import loss_tracking
+from ..engine.module_hooks import hook_of
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError, VerificationError
 from ..optim.verification_record import forget_verified, note_verified
 from ..utils.keyword_arguments import named
@@ -38,7 +40,32 @@ class MixingFound(VerificationError, SampleMixingError):
     """The engine refused the program during verification, because it combines samples."""
 
 
+def _beside_an_engine(function: Callable[..., VerifyReport]) -> Callable[..., VerifyReport]:
+    """Within the function, that of a private optimizer is off the model, and afterwards it is on it as before."""
+
+    @functools.wraps(function)
+    def call(model: nn.Module, loss_fn: Loss, *args: Any, **options: Any) -> VerifyReport:
+        if str(getattr(loss_fn, "__module__", "")).startswith("torch.nn."):
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            raise TypeError(
+                f"loss_fn is called with the model and a batch, and {name} takes outputs and targets: give "
+                f"lambda model, batch: {name}(model(batch[0]), batch[1]), or what your training computes"
+            )
+        hook = hook_of(model) if isinstance(model, nn.Module) else None
+        forward = None if hook is None else hook.engine
+        if forward is None or forward.graphed is not None:
+            return function(model, loss_fn, *args, **options)
+        forward.take_off()
+        try:
+            return function(model, loss_fn, *args, **options)
+        finally:
+            forward.attach()
+
+    return call
+
+
 @named
+@_beside_an_engine
 def verify(
     model: nn.Module,
     loss_fn: Loss,
@@ -65,8 +92,7 @@ def verify(
     impossible, the report says what was not judged.
 
     Args:
-        model: the model as it will be trained, in training mode if it will be, and without a fastdp optimizer. It is
-            returned to its previous state.
+        model: the model as it will be trained, in training mode if it will be. It is returned to its previous state.
         loss_fn: loss_fn(model, batch) -> the loss that will be trained, a scalar or one loss per sample [B].
         batch: tensors with samples along the first dimension, in any nest of tuples, lists and dicts, best with more
             samples than `samples`; or a Dataset or DataLoader, from which records are drawn; or, with collate_fn, any
@@ -98,6 +124,7 @@ def verify(
             loss if it can.
         FastDPError: the engine's own errors, if it refuses the model.
         ValueError: if there are fewer than two samples.
+        TypeError: if loss_fn is a loss of outputs and targets.
     """
     options = {
         "batch_first": batch_first, "batch_size": batch_size, "rows_per_sample": rows_per_sample,

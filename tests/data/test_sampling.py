@@ -115,3 +115,9 @@ def test_physical_batches_give_the_same_update_as_one():
         assert sum(n for _, _, n in optimizer.history) == 3
         weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
     assert torch.allclose(weights[0], weights[1], atol=1e-5) and torch.allclose(weights[0], weights[2], atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{"shuffle": True}, {"batch_size": 5}, {"drop_last": True}])
+def test_options_of_another_draw_are_refused_by_name(option):
+    with pytest.raises(TypeError, match=f"poisson_loader: {next(iter(option))}=: .* give expected_batch_size="):
+        fastdp.poisson_loader(range(20), expected_batch_size=5, **option)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.errors import ParameterError, VerificationError
+from fastdp.errors import VerificationError
 from fastdp.optim.verification_record import verified_on, was_verified
 from fastdp.verification.report import VerifyReport, largest
 
@@ -203,9 +203,8 @@ def test_an_optimizer_that_is_attached_stays_as_it_is():
         model = model_of()
         optimizer = fastdp.DPSGD(model, lr=0.1, max_grad_norm=1.0, noise_multiplier=0.0, expected_batch_size=6)
         cross_entropy(model, batch()).backward()
-        if look:
-            with pytest.raises(ParameterError, match="already has a fastdp engine"):
-                fastdp.verify(model, cross_entropy, batch())
+        if look:  # as epsilon() advises, where the optimizer is there already
+            assert fastdp.verify(model, cross_entropy, batch()).ok and was_verified(model)
         optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
@@ -236,3 +235,9 @@ def test_a_number_that_is_none_is_no_pass():
     assert not VerifyReport(2, 0.0, float("nan"), 0.0, 1e-4).worst() <= 1e-4
     with pytest.raises(VerificationError):
         fastdp.verify(model_of(), lambda m, b: (m(b[0]) * float("nan")).sum(1), batch())
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_a_loss_of_outputs_and_targets_is_told_what_it_is_called_with(loss):
+    with pytest.raises(TypeError, match="loss_fn is called with the model and a batch, and (cross_entropy|Cross)"):
+        fastdp.verify(nn.Linear(3, 2), loss, (torch.randn(8, 3), torch.zeros(8).long()))
