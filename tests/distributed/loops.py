@@ -175,7 +175,7 @@ def _Poisons(made: Any) -> Any:
     class Poisons(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             if state.global_step == 2:
-                made._step_loss = self.refuse
+                made._losses = self.refuse
 
         def refuse(self, *_: Any, **__: Any) -> Any:
             raise StepError("the loss is spoilt")

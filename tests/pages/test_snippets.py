@@ -52,6 +52,8 @@ def test_each_loop_runs_with_a_model_and_data(program: int, tmp_path: Path, monk
         space["optimizer"] = fastdp.DPAdamW(space["model"], lr=1e-3, noise_multiplier=1.0)
     if program == 3:
         space["accelerate"] = pytest.importorskip("accelerate")
+        for state in ("AcceleratorState", "GradientState", "PartialState"):  # one a process: other tests have others
+            monkeypatch.setattr(getattr(space["accelerate"].state, state), "_shared_state", {})
     if program == 4:
         space["L"] = pytest.importorskip("lightning")
         space["DPCallback"] = importlib.import_module("fastdp.lightning").DPCallback
