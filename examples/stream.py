@@ -18,7 +18,7 @@ EPSILON, DELTA, BATCH, RECORDS = 3.0, 1e-4, 16, 1424
 
 
 class Stream(IterableDataset):
-    """1,424 images and their labels, as they come: from a file, a queue or a socket, say."""
+    """1,424 images and their labels, as they come: from a file, say. Each iteration begins anew (verify is one)."""
 
     def __iter__(self):
         data, _, _ = digits(flat=True)

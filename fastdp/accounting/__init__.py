@@ -103,13 +103,19 @@ def epsilon_by(history: History, delta: float, accountant: str) -> float:
     truncated = 0.0  # the probability that any sample was cut, by the union bound
     for run in history:
         sigma, rate, steps = run[:3]
-        truncated += steps * truncation_in(run)
         if rate is None:
             raise AccountingError(
                 "the sample rate of the steps is not known: give sample_rate= to the optimizer or to its epsilon(), or "
                 "train with fastdp.poisson_loader, which tells it"
             )
+        check_options(float(sigma), None, float(rate), 0.0)
+        if not sigma >= 0:
+            raise AccountingError(f"noise_multiplier must be at least 0, not {sigma!r}")
+        if isinstance(steps, str | bool) or not steps >= 0 or steps % 1:
+            raise AccountingError(f"steps must be a whole number of at least 0, not {steps!r}: round a part of one up")
+        truncated += steps * truncation_in(run)
         runs.append((float(sigma), float(rate), int(steps)))
+    runs = [run for run in runs if run[2]]
     if not runs:
         return 0.0
     if any(sigma == 0 for sigma, _, _ in runs):

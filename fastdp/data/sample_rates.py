@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, SequentialSampler, SubsetRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.distributed import DistributedSampler
 
 from .weighted_samplers import REMEDY, sampler_of, uneven
 
@@ -65,8 +66,9 @@ class RateCheck:
             return
         if why := chosen[0].uneven:
             self._tell(f"{why}: no sample rate is that of every record, and epsilon will be too small. {REMEDY}.", 3)
-        self._ordered = rate is None and all(item.ordered for item in chosen)
-        if rate is not None and rate < 1 and all(item.ordered for item in chosen):
+        ordered = all(item.fits and item.ordered for item in chosen)
+        self._ordered = rate is None and ordered
+        if rate is not None and rate < 1 and ordered:
             self._tell(_ORDERED, 3)
         records = max(item.records for item in chosen) if all(item.records for item in chosen) else 0
         if rate is None:
@@ -148,8 +150,13 @@ def _open(iterator: Any, batch: int) -> _Open:
     if not getattr(iterator, "_auto_collation", True):  # each item is a batch
         count, size = count * batch, batch
     why = uneven(sampler_of(batches), count) if count else ""
-    ordered = isinstance(source, IterableDataset) or type(sampler_of(batches)) is SequentialSampler
-    return _Open(count, size == batch, why, ordered)
+    whole = getattr(iterator, "_auto_collation", True)  # else the dataset makes batches, and may draw them
+    return _Open(count, size == batch, why, whole and (isinstance(source, IterableDataset) or _in_order(batches)))
+
+
+def _in_order(batches: Any) -> bool:
+    sampler = sampler_of(batches)
+    return type(sampler) in (SequentialSampler, range) or (type(sampler) is DistributedSampler and not sampler.shuffle)
 
 
 def rate_and_size(

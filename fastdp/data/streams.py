@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,13 +23,13 @@ class StreamRecords:
     @classmethod
     def of(cls, stream: Any, records: int | None) -> StreamRecords:
         """records: their number, None for the stream's length. Raises ValueError if that is not known."""
-        if records is None and not hasattr(stream, "__len__"):
-            raise ValueError(
-                "an IterableDataset without a length: give records=, the number of records to read in a pass"
-            )
-        size = len(stream) if records is None else records
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"records must be a whole number of at least 1, not {size!r}")
+        try:
+            size = operator.index(len(stream) if records is None else records)
+        except (TypeError, NotImplementedError):
+            given = "an IterableDataset without a length" if records is None else f"records={records!r}"
+            raise ValueError(f"{given}: give records=, the whole number of records to read in a pass") from None
+        if size < 1 or isinstance(records, bool):
+            raise ValueError(f"records must be at least 1, not {records!r}")
         return cls(stream, size)
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import fastdp
 from fastdp.accounting import epsilon_of
@@ -111,18 +112,32 @@ class Stream(IterableDataset):
         return iter(TensorDataset(data(60)))
 
 
-@pytest.mark.parametrize("records", [TensorDataset(data(60)), Stream()])
 @pytest.mark.parametrize("later", [False, True])
-def test_a_rate_of_batches_that_nobody_draws_is_warned_of(records, later):
+@pytest.mark.parametrize(
+    "records, options",
+    [(TensorDataset(data(60)), {}), (Stream(), {}), (TensorDataset(data(60)), {"sampler": range(60)}),
+     (TensorDataset(data(60)), {"sampler": DistributedSampler(range(60), 1, 0, shuffle=False)})],
+)  # fmt: skip
+def test_a_rate_of_batches_that_nobody_draws_is_warned_of(records, options, later):
     """In one order a record is in a step for certain: the rate of an IterableDataset's batches amplifies nothing."""
     optimizer = private(model := model_of(), **({} if later else {"sample_rate": 0.1}))
     with pytest.warns(UserWarning) as seen:
-        for (x,) in DataLoader(records, batch_size=6):
+        for (x,) in DataLoader(records, batch_size=6, **options):
             backward(model, x)
             optimizer.step()
         before = sum("draws nothing" in str(w.message) for w in seen)
         optimizer.epsilon(1e-3, **({"sample_rate": 0.1} if later else {}))
     assert (before, sum("draws nothing" in str(w.message) for w in seen)) == (int(not later), 1)
+
+
+def test_what_an_ordered_loader_of_other_batches_does_is_no_matter(silent):
+    """Batches that were drawn by hand, while a loader of validation, of another size, is being read."""
+    other = iter(DataLoader(TensorDataset(data(60)), batch_size=4))
+    next(other)
+    optimizer = private(model := model_of(), sample_rate=0.1)
+    backward(model, data(60)[torch.rand(60) < 0.12])
+    optimizer.step()
+    assert next(other)
 
 
 def test_batches_from_a_seed_are_said_as_noise_from_one():

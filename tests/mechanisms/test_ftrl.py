@@ -216,6 +216,8 @@ def test_streams_that_cannot_be_read_are_refused() -> None:
     for source, options, words in (
         (Stream(), {}, "give records="),
         (Stream(), {"records": 0}, "at least 1"),
+        (torch.utils.data.ChainDataset([Stream()]), {}, "give records="),
+        (Stream(), {"records": 2.5}, "records=2.5: give records="),
         (Stream(), {"records": N, "order": range(N)}, "its own order"),
         (DataLoader(Sized(), num_workers=1), {}, "num_workers="),
         (data(), {"records": N}, "give a part of the numbers as order="),

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 import fastdp
-from fastdp.accounting import epsilon_of
+from fastdp.accounting import ACCOUNTANTS, epsilon_of
 from fastdp.errors import AccountingError
 
 from ..runs import model_of, steps
@@ -84,3 +84,20 @@ def test_epsilon_falls_as_the_noise_grows():
     """(Of so much privacy lost PRV's grid takes tens of gigabytes.)"""
     found = [epsilon_of([(sigma, 0.1, 100)], 1e-5) for sigma in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)]
     assert all(math.isfinite(less) and less < more for more, less in zip(found, found[1:], strict=False)), found
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_steps_that_are_no_number_of_steps_are_refused(accountant):
+    """A part of a step would be left out, or fail deep in an accountant."""
+    for run in (
+        (1.0, 0.1, 2.9),
+        (1.0, 0.1, -5),
+        (1.0, 0.1, "1"),
+        (1.0, 0.1, float("nan")),
+        (1.0, 1.5, 2),
+        (-1.0, 0.1, 2),
+    ):
+        with pytest.raises((AccountingError, ValueError), match="steps must be a whole|sample_rate|noise_multiplier"):
+            epsilon_of([run], 1e-5, accountant)
+    assert epsilon_of([(1.0, 0.1, 3.0)], 1e-5, accountant) == epsilon_of([(1.0, 0.1, 3)], 1e-5, accountant)
+    assert epsilon_of([(1.0, 0.1, 0)], 1e-5, accountant) == 0
