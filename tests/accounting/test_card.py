@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastdp
-from fastdp.data import sample_rates
 from fastdp.accounting import epsilon_of
 from fastdp.accounting.card import true_positives
+from fastdp.data import sample_rates
 from fastdp.errors import AccountingError
 from fastdp.mechanisms import DPFTRL
 
