@@ -16,6 +16,7 @@ class Budget:
     def __init__(self, target_epsilon: float, delta: float, accountant: str, kind: Kind, steps: int) -> None:
         self.target_epsilon, self.delta, self.accountant = target_epsilon, delta, accountant
         self.kind, self.steps = kind, steps
+        self.plan = [target_epsilon, delta, accountant, steps]  # as a saved state tells it
         self._limits: dict[Any, int] = {}  # how many steps there may be in all, by all but the last run of equal ones
 
     def for_the_rest(self, history: History, noise_multiplier: float) -> tuple[float, str]:
@@ -25,8 +26,10 @@ class Budget:
         Returns it, and what to say of it.
         """
         rest, (_, rate, truncation) = self.steps - steps_in(history), self.kind
-        begin = f"the loaded run has made {steps_in(history)} steps by another plan (noise multiplier "
-        begin = f"{begin}{noise_multiplier:.4g}, for {self.steps} steps it is {self.kind[0]:.4g})"
+        begin = (
+            f"the loaded run has made {steps_in(history)} steps by another plan (noise multiplier "
+            f"{noise_multiplier:.4g}, for {self.steps} steps it is {self.kind[0]:.4g})"
+        )
         try:
             if rest < 1 or rate is None:
                 raise AccountingError(f"{max(rest, 0)} of {self.steps} steps are left")

@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..accounting import History, noise_multiplier_for
 from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
+from ..optim.optimizer_replacement import spent_before
 from ..optim.optimizers import PrivateOptimizer
 from ..optim.privatize import privatize
 from . import arguments, ledger
@@ -216,6 +217,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
             noise = noise_multiplier_for(
                 target_epsilon=self.privacy.target_epsilon, delta=self.delta(), steps=steps,
                 sample_rate=self._source.loader.sample_rate, accountant=self.privacy.accountant,
+                history=[*spent_before(self._trained), *self._history] if self._resumed is None else None,
             )  # fmt: skip
         self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
         self._taken_over = self._private._privacy.ledger.spent

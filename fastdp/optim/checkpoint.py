@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..accounting import History
 from ..accounting.runs import finite, run_of, whole
 from ..accounting.used_draws import UsedDraws
 from ..errors import StepError
@@ -38,6 +39,7 @@ def state_of(privacy: PrivateStep) -> dict[str, Any]:
         **({"lost": [tuple(run) for run in privacy.ledger.lost]} if privacy.ledger.lost else {}),
         "makers": privacy.ledger.makers,
         **({"by_seed": True} if privacy.ledger.by_seed else {}),
+        **({"plan": privacy.ledger.budget.plan} if privacy.ledger.budget else {}),
         **({"draws": privacy.ledger.draws.state()} if privacy.ledger.draws else {}),
         **({} if privacy.mechanism is None else {"mechanism": privacy.mechanism.state()}),
         **({} if privacy.quantile is None else {_QUANTILE: privacy.quantile.state()}),
@@ -117,7 +119,10 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
         take_ups = [of_ledger, privacy.missed.read(state.get("missed", {})), _of_mechanism(privacy, state)]
         take_ups.append(_of_quantile(privacy, state))
         budget = privacy.ledger.budget
-        if budget is not None and noise_multiplier != budget.kind[0]:
+        same = budget is None or (
+            state["plan"] == budget.plan if "plan" in state else noise_multiplier == budget.kind[0]
+        )
+        if budget is not None and not same:
             noise_multiplier, text = budget.for_the_rest(draws.accounted([*lost, *history]), noise_multiplier)
             said = [*said, text]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
@@ -136,6 +141,14 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
         privacy.discard()
 
     return take_up
+
+
+def spent_in(carried: dict[str, Any] | None) -> History:
+    """The steps that `continue_from` takes up."""
+    if carried is None:
+        return []
+    steps = [run_of(*run) for name in ("lost", "history") for run in carried.get(name, ())]
+    return UsedDraws(carried.get("draws")).accounted(steps)
 
 
 def continue_from(privacy: PrivateStep, carried: dict[str, Any] | None) -> None:

@@ -154,7 +154,8 @@ def privatize(
         "steps": steps, "loader": loader, "sample_rate": sample_rate, "accountant": accountant,
         "expected_batch_size": expected_batch_size,
     }  # fmt: skip
-    budget = take_budget(noise, "privatize", spent_before(model))
+    spent = [] if target_epsilon is None else [*spent_before(model), *checkpoint.spent_in(carried)]
+    budget = take_budget(noise, "privatize", spent)
 
     def make() -> PrivateStep:
         privacy = step_class_for(PrivateStep, given)(

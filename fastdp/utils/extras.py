@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shlex
 from importlib.metadata import PackageNotFoundError, requires
@@ -21,6 +22,8 @@ def packages_of(extra: str) -> list[str]:
     for line in lines:
         requirement, _, marker = line.partition(";")
         if not re.search(rf"""extra == ["']{re.escape(extra)}["']""", marker):
+            continue
+        if "platform_system" in marker and platform.system() not in marker:
             continue
         inner = re.fullmatch(r"fastdp\[([\w,-]+)\]", requirement.strip())
         found += (

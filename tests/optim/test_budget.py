@@ -244,4 +244,24 @@ def test_a_run_that_is_resumed_for_longer_plans_the_rest_anew(target, spends):
         assert "Its noise stays, and steps end where the budget does: the budget is spent" in text
         return
     assert f"The {2 * made} steps left get {second.noise_multiplier:.4g}" in text
+    state, noise = second.state_dict(), second.noise_multiplier
     assert train(second, other) == 2 * made and target - 0.02 < second.epsilon() <= target
+    second.detach()
+    with warnings.catch_warnings():  # the plan is the same one now, and the noise stays what it was
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the loader|.*noised step")
+        third = optimizer_of(nn.Linear(3, 2), loader=loader_of(), target_epsilon=target, epochs=3)
+        third.load_state_dict(state)
+    assert third.noise_multiplier == noise
+
+
+def test_an_ordinary_optimizer_that_had_loaded_a_private_state_plans_with_what_that_has_spent():
+    model, loader = nn.Linear(3, 2), loader_of()
+    first = optimizer_of(model, loader=loader, target_epsilon=2.9, epochs=1)
+    made = train(first, loader)
+    first.detach()
+    again, other = nn.Linear(3, 2), loader_of()
+    plain = torch.optim.SGD(again.parameters(), lr=0.1)
+    plain.load_state_dict(first.state_dict())
+    second = fastdp.privatize(plain, again, target_epsilon=5.0, epochs=2, loader=other)
+    assert train(second, other) == 2 * made and 4.98 < second.epsilon() <= 5.0
