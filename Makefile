@@ -35,9 +35,10 @@ test-all: test wheel  # and the tests marked slow, and the wheel in a clean envi
 	$(PYTEST) -m slow
 	PYTHON=$(PYTHON) TORCH="$(TORCH)" .ci/try build/wheel/fastdp-*.whl built
 
-wheel: .venv/ready  # with CPU kernels, and CUDA kernels where nvcc and a GPU are, or FASTDP_CUDA=1
+wheel: FASTDP_CUDA ?= $(if $(shell command -v nvcc),1)
+wheel: .venv/ready  # with CPU kernels, and CUDA kernels where nvcc is (FASTDP_CUDA=0: without)
 	rm -rf build/wheel build/lib* build/bdist*
-	FASTDP_CPU=1 $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	FASTDP_CPU=1 $(if $(FASTDP_CUDA),FASTDP_CUDA=$(FASTDP_CUDA)) $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 
 benchmark: .venv/ready
 	$(BIN)/python -m benchmarks.kernels
