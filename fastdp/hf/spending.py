@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
 
-from ..accounting import epsilon_of, warn_of_delta
+from ..accounting import epsilon_of, noise_multiplier_for, warn_of_delta
 from ..accounting.card import PrivacyCard
 from ..accounting.runs import steps_within
 from ..errors import AccountingError
 from ..optim import adaptive_clipping
+from ..optim.optimizer_replacement import spent_before
 from ..optim.optimizers import PrivateOptimizer
 from ..utils.formatting import at_most
 from . import ledger
@@ -168,6 +169,18 @@ class Spending:
         if getattr(self.accelerator.state, "fsdp_plugin", None) is None:
             return "optimizer.pt"
         return "optimizer_0" if self._saves_parts() else "optimizer.bin"
+
+    def _noise_for(self, steps: int, model: nn.Module) -> float:
+        """The noise multiplier that was given, or with which so many steps, and those made before, keep the budget."""
+        target, given = self.privacy.target_epsilon, self.privacy.noise_multiplier
+        if given is not None:
+            return given
+        assert target is not None and self._source is not None
+        return noise_multiplier_for(
+            target_epsilon=target, delta=self.delta(), steps=steps, sample_rate=self._source.loader.sample_rate,
+            accountant=self.privacy.accountant,
+            history=[*spent_before(model), *self._history] if self._resumed is None else None,
+        )  # fmt: skip
 
     def _plan(self, max_steps: int) -> None:
         """How many steps the budget allows; raises AccountingError where it allows none."""

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..accounting import History, noise_multiplier_for
+from ..accounting import History
 from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
-from ..optim.optimizer_replacement import spent_before
 from ..optim.optimizers import PrivateOptimizer
 from ..optim.privatize import privatize
 from . import arguments, ledger
@@ -211,14 +210,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         if not self._lies_in_parts():
             self._examine()
         assert self._source is not None
-        noise = self.privacy.noise_multiplier
-        if noise is None:
-            assert self.privacy.target_epsilon is not None
-            noise = noise_multiplier_for(
-                target_epsilon=self.privacy.target_epsilon, delta=self.delta(), steps=steps,
-                sample_rate=self._source.loader.sample_rate, accountant=self.privacy.accountant,
-                history=[*spent_before(self._trained), *self._history] if self._resumed is None else None,
-            )  # fmt: skip
+        noise = self._noise_for(steps, self._trained)
         self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
         self._taken_over = self._private._privacy.ledger.spent
         if self.privacy.graphed and self.args.torch_compile:

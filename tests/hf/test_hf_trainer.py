@@ -162,6 +162,9 @@ def test_noised_steps_are_what_is_counted(tmp_path):
     assert card["epsilon"] == trainer.epsilon() and card["delta"] == 0.002 and card["steps"] == 10
     assert logs[0]["learning_rate"] == pytest.approx(0.06)
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-5"]
+    trainer.privacy.target_epsilon = 6.0  # a second training plans with what the first has spent
+    trainer.train()
+    assert trainer.state.global_step == 10 and 5.9 < trainer.epsilon() <= 6.0
 
 
 def test_the_model_comes_back_as_it_was(tmp_path):
