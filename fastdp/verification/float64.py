@@ -50,7 +50,10 @@ def judged_in_double(
     except (RuntimeError, TypeError, ValueError, FastDPError) as error:
         return f"{report.problem} (In float64, which could tell rounding from a fault: {error})", None
     sizes = norms_of(exact)
-    if double.problem and double.worst() < ROUGH and float(sizes.max()) < ZERO * float(norms_of(truth).max()):
+    largest = float(sizes.max())
+    single = max(float(norms_of(truth).max()), report.worst() * 1e-30)  # or how far off those are that alone are 0
+    rough = double.worst() < (ROUGH if largest else ZERO * single * 1e30)
+    if double.problem and largest < ZERO * single and rough:
         report.not_looked_at.append("the samples' gradients here: they are zero but for rounding")
         return "", None
     if double.problem:
