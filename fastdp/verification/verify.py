@@ -53,7 +53,7 @@ def _beside_an_engine(function: Callable[..., VerifyReport]) -> Callable[..., Ve
             )
         hook = hook_of(model) if isinstance(model, nn.Module) else None
         forward = None if hook is None else hook.engine
-        if forward is None or forward.graphed is not None:
+        if forward is None:
             return function(model, loss_fn, *args, **options)
         forward.take_off()
         try:
