@@ -78,6 +78,12 @@ def test_rows_doubled_in_the_loss():
         fastdp.verify(model_of(), cross_entropy, batch(7), rows_per_sample=2)
 
 
+@pytest.mark.parametrize("one", [lambda t: t[:1], lambda t: t[0]])
+def test_one_record_is_too_few(one):
+    with pytest.raises((ValueError, VerificationError), match="at least two"):
+        fastdp.verify(model_of(), cross_entropy, tuple(map(one, batch())))
+
+
 @pytest.mark.parametrize("double", [twice, lambda b: tuple(torch.cat([t, t]) for t in b)])
 def test_doubled_rows_of_which_nothing_is_said(double):
     """Each record would be clipped as two samples, and contribute 2 R."""
