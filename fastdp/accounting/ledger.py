@@ -188,10 +188,15 @@ class Ledger:
         return merged([*self._lost, *self._runs])
 
     @property
+    def _others(self) -> dict[str, Ledger]:
+        """The ledgers with steps on the model's parameters, by name."""
+        places = {*self._parameters, *self._beside}
+        return {name: other for place in places for name, other in place.ledgers.items()}
+
+    @property
     def elsewhere(self) -> int:
         """Steps of other optimizers on the model's parameters, which the history does not hold."""
-        places = {*self._parameters, *self._beside}
-        others = {name: other for place in places for name, other in place.ledgers.items()}
+        others = self._others
         begun = [(each, each._unsaid) for each in (self, *others.values())]
         known, count = [*self._runs, *self._lost], 0
         for other in others.values():
@@ -210,10 +215,13 @@ class Ledger:
     def warn(self, stacklevel: int = 3) -> None:
         """Say what epsilon is not of."""
         if elsewhere := self.elsewhere:
+            lost = any(each._lost for each in (self, *self._others.values()))
+            of_both = "or accounting.epsilon_of([*first.history, *second.history], delta)"
+            remedy = "which holds the steps of a ledger file, too" if lost else of_both
             warnings.warn(
                 f"{elsewhere} noised step(s) were made on this model's parameters by another private optimizer, "
                 "and epsilon is of the steps of this one only. Where the data were the same, add them: load "
-                "that optimizer's state_dict(), or accounting.epsilon_of([*first.history, *second.history], delta).",
+                f"that optimizer's state_dict(), {remedy}.",
                 stacklevel=stacklevel,
             )
 

@@ -74,7 +74,7 @@ def _recurrent(call: Call) -> Tags:
         return ask(call)
     packed = isinstance(call.args[3], list | tuple)  # (data, batch_sizes, hx, weights, ...), else (input, hx, ...)
     if layout.dim != (0 if packed or call.args[-1] else 1) or source.dim() != (2 if packed else 3):
-        return call.all_combined("takes the batch for the sequence")
+        return call.all_combined("takes the batch for the sequence (build it with batch_first=True)")
     rows = torch.arange(int(call.args[1][0]), device=source.device) if packed else None
     ends = layout._replace(dim=1) if rows is None else layout.taken(1, rows)
     for _, state in call.beside_first():

@@ -14,9 +14,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .weighted_samplers import REMEDY, sampler_of, uneven
 
-# References to each class of iterators when there were none of it, and when that was: looking takes 20 ms and more, and
-# programs that make hundreds of optimizers (fastdp.audit) need not wait for that while there are no more references.
-_WITHOUT: dict[type, tuple[int, float]] = {}
+# References to the classes of iterators when there were none of them, and when that was: looking takes 20 to 60 ms, and
+# programs that make hundreds of optimizers (fastdp.audit) need not wait for that while there are as many references.
+_WITHOUT: dict[tuple[int, ...], float] = {}
 _SECONDS = 10.0  # as other references to a class may be gone by then
 
 
@@ -128,13 +128,17 @@ def _iterated(batch: int) -> list[_Open]:
     """The iterations over DataLoaders that are under way in this process, as the garbage collector knows them."""
     kinds: list[type] = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
     now = time.monotonic()
-    known = [(sys.getrefcount(kind), *_WITHOUT.get(kind, (-1, 0.0))) for kind in kinds]
-    if all(count <= before and now - when < _SECONDS for count, before, when in known):
+    if now - _WITHOUT.get(_references(kinds), -_SECONDS) < _SECONDS:
         return []
     iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
     if not iterators:
-        _WITHOUT.update([(kind, (sys.getrefcount(kind), now)) for kind in kinds])
+        _WITHOUT.clear()
+        _WITHOUT[_references(kinds)] = now
     return [_open(item, batch) for item in iterators if getattr(item, "_num_yielded", 0)]
+
+
+def _references(kinds: list[type]) -> tuple[int, ...]:
+    return tuple([sys.getrefcount(kind) for kind in kinds])  # counted in the same way each time
 
 
 def _open(iterator: Any, batch: int) -> _Open:

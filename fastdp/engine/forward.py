@@ -48,6 +48,7 @@ class Forward(Engine):
         self._turn = Turn()
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
+        self._hooks: dict[str, ModuleHook] = {}  # the same ones again, so that recordings stay those of this model
         self._warned = set[str]()  # buffers that hold data
         self._writing = set[str]()  # modules that write buffers in eval mode
         self._states: dict[str, list[tuple[nn.Module, str, str]]] = {}  # of modules called without gradients
@@ -59,7 +60,7 @@ class Forward(Engine):
     def attach(self) -> None:
         """Put hooks on every module."""
         for path, module in self.model.named_modules():
-            hook = ModuleHook(self, path)
+            hook = self._hooks.setdefault(path, ModuleHook(self, path))
             before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
             self._handles += [numbered(before, -1, first=True), numbered(after, -2)]

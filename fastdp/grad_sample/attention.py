@@ -10,29 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..batch_axis.calls import bind
-from ..errors import SampleMixingError
 from .forward_pass import ForwardPass
 from .generic import python_body
-from .rules import sample_layout, use_rule
+from .rules import refuse_sequence_of_samples, use_rule
 
 
 @use_rule(F.multi_head_attention_forward)
 def capture_attention(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nn.MultiheadAttention: queries, keys and values are [T,B,E] here; the projections are linear uses."""
     query = args[0] if args else kwargs["query"]
-    if (
-        forward_pass.batch > 1
-        and query.dim() == 3
-        and not forward_pass.is_parameter(query)
-        and forward_pass.is_data(query)
-    ):
-        layout = sample_layout(forward_pass, query, "multi_head_attention_forward")
-        if layout.dim != 1:
-            raise SampleMixingError(
-                f"{forward_pass.place('multi_head_attention_forward')}: attends from one sample to another, as its "
-                "input has the samples in the sequence's place. Build the module with batch_first=True; or, if time "
-                "comes first in the model's inputs, give batch_first=False to the optimizer."
-            )
+    refuse_sequence_of_samples(
+        forward_pass, query, 1, "multi_head_attention_forward", "attends from one sample to another"
+    )
     body = python_body(func)
     assert body is not None
     return forward_pass.traced(body, *args, **kwargs)

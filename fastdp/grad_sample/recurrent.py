@@ -21,7 +21,7 @@ from .captured_call import Captured, Context, applied
 from .forward_pass import ForwardPass
 from .linear import autocast_dtype, row_sums, steps, use_of_product
 from .parameter_use import Stored
-from .rules import by_sample, sample_layout, use_rule
+from .rules import by_sample, refuse_sequence_of_samples, sample_layout, use_rule
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
@@ -182,6 +182,7 @@ def capture_recurrent(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
     name = func.__name__
     if isinstance(args[1], Tensor) and isinstance(args[3], list | tuple):
         return forward_pass.traced(_packed, forward_pass, name, *args)
+    refuse_sequence_of_samples(forward_pass, args[0], 0 if args[-1] else 1, name, "goes from one sample to the next")
     return forward_pass.traced(_padded, forward_pass, name, *args)
 
 

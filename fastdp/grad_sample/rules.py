@@ -74,6 +74,17 @@ def refuse_contraction(forward_pass: ForwardPass, layout: Layout, dim: int, name
         )
 
 
+def refuse_sequence_of_samples(forward_pass: ForwardPass, x: Tensor, dim: int, name: str, does: str) -> None:
+    """A function along a sequence, where the samples [.., B, ..] do not lie in the dimension in which it takes them."""
+    data = x.dim() == 3 and not forward_pass.is_parameter(x) and forward_pass.is_data(x)
+    if forward_pass.batch > 1 and data and sample_layout(forward_pass, x, name).dim != dim:
+        raise SampleMixingError(
+            f"{forward_pass.place(name)}: {does}, as its input has the samples in the sequence's place. Build the "
+            "module with batch_first=True; or, if time comes first in the model's inputs, give batch_first=False to "
+            "the optimizer."
+        )
+
+
 def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layout, ndim: int, name: str) -> None:
     """A parameter with numbers for each row, beside rows whose order other samples decide."""
     dim = layout.dim - ndim + operand.dim()

@@ -7,6 +7,7 @@ and labels, it is the one that equals the model's built-in loss on single sample
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -170,7 +171,7 @@ def find_head(model: nn.Module, batch: Mapping[str, Any], tolerance: float, samp
             f"the batch has no labels (of {', '.join(LABELS)}; its keys are {', '.join(batch)}), so no loss of a "
             f"sample can be told. {remedy}"
         )
-    fits, finite = dict.fromkeys(HEADS, 0), False
+    fits, finite, prompted = dict.fromkeys(HEADS, 0), False, False
     for number in range(min(size_of(batch), samples)):
         alone = rows(batch, number, number + 1)
         own = _own_loss(model, alone, name, remedy)
@@ -179,24 +180,27 @@ def find_head(model: nn.Module, batch: Mapping[str, Any], tolerance: float, samp
         finite = True
         inputs, labels = without_labels(model, alone)
         outputs = model(**inputs)
+        found = _tokens(outputs, labels)
+        prompted = found is not None and found[1].shape != labels["labels"].shape
         for head in list(fits):
             ours = head.losses(outputs, labels, 0.0)
             if ours is None or abs(float(ours.sum()) - float(own)) > tolerance * (1 + abs(float(own))):
                 del fits[head]
             else:
                 fits[head] += 1
-    found = [head for head, times in fits.items() if times]
+    heads = [head for head, times in fits.items() if times]
     if not finite:
         raise StepError(
             f"{name}'s loss is not finite on any of {min(size_of(batch), samples)} samples: they have no labelled "
             "token (labels are -100 throughout), or the model overflows. Look at labels, weights and dtype"
         )
-    if not found:
+    if not heads:
         raise StepError(
             f"{name} computes a loss that is none of those fastdp knows a sample's part of "
             f"({', '.join(head.name for head in HEADS)}). {remedy}"
         )
-    return found[0]
+    # a text's first token is predicted, too, from the last virtual one
+    return heads[0]._replace(first=0) if prompted else heads[0]
 
 
 def _own_loss(model: nn.Module, alone: dict[str, Any], name: str, remedy: str) -> Tensor:
@@ -222,28 +226,39 @@ def reduced(loss: Tensor, size: int) -> Tensor:
     return loss.sum() / max(size, 1)
 
 
-class LogicalLoss:
-    """The loss of a logical batch by the measure of evaluation: a mean over tokens, if that of a sample is one."""
+class LoggedLoss:
+    """The training loss by the measure of evaluation: a mean over tokens, if that of a sample is one, of all processes.
 
-    def __init__(self) -> None:
-        self.samples = 0
-        self._sum: Tensor | float = 0.0
-        self._weight: Tensor | float = 0.0
+    A logical batch without samples, or without a labelled token, adds nothing.
+
+    filtered: whether losses that are not finite are left out.
+    """
+
+    def __init__(self, device: torch.device, filtered: bool) -> None:
+        self._since = torch.zeros(2, device=device)  # losses, and how much they weigh, since they were last taken
+        self._taken, self._filtered = [0.0, 0.0], filtered
 
     def add(self, losses: Tensor, samples: int, tokens: Tensor | None) -> None:
         """Add a physical batch: one loss per sample [B], or their mean; and the tokens of each [B]."""
-        self.samples += samples
-        if losses.dim() == 0 or tokens is None:
-            self._sum = self._sum + losses.float().mean() * samples
-            self._weight = self._weight + samples
-        else:
-            self._sum = self._sum + (losses.float() * tokens).sum()
-            self._weight = self._weight + tokens.sum()
+        losses = losses.float()
+        weights = torch.full_like(losses, samples / losses.numel())
+        if losses.dim() and tokens is not None:
+            weights = tokens.to(losses)
+        if self._filtered:
+            weights, losses = weights * losses.isfinite(), losses.nan_to_num(0.0, 0.0, 0.0)
+        self._since += torch.stack([(losses * weights).sum(), weights.sum()])
 
-    def mean(self) -> Tensor | float:
-        """0 if there was nothing."""
-        return (
-            self._sum / self._weight.clamp(min=1)
-            if isinstance(self._weight, Tensor)
-            else self._sum / max(self._weight, 1)
-        )
+    def take(self, summed: Callable[[Tensor], Tensor]) -> float:
+        """The mean since the last call; summed: sums over the processes. NaN if there was nothing."""
+        new = summed(self._since).tolist()
+        self._since = torch.zeros_like(self._since)
+        self._taken = [before + more for before, more in zip(self._taken, new, strict=True)]
+        return _mean(*new)
+
+    def mean(self) -> float:
+        """Of all that was taken."""
+        return _mean(*self._taken)
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan

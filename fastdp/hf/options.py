@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..accounting import check_accountant, default_delta, delta_problem
+from ..utils.keyword_arguments import named
 
 
 @dataclass
@@ -162,3 +163,6 @@ class PrivacyArguments:
             "memory_budget": self.memory_budget,
             "seed": self.noise_seed,
         }
+
+
+PrivacyArguments.__init__ = named(PrivacyArguments.__init__)  # type: ignore[method-assign]

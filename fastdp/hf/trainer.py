@@ -21,7 +21,7 @@ from . import arguments, ledger
 from .batches import Ticket, are_tickets, check_dataset, make_source, tickets
 from .combining import Combining
 from .examination import Examination
-from .losses import LogicalLoss, reduced, size_of, without_labels
+from .losses import LoggedLoss, reduced, size_of, without_labels
 from .options import PrivacyArguments
 from .parts import InParts
 from .repeating import Repeating, Unrepeatable
@@ -70,7 +70,6 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         self._trained: Any = None  # the model, or its compiled form
         self._learning = False  # inside the loss of a training step, or of a check of it
         self._complete = False  # the logical batch of the step in hand has been taken whole
-        self._losses_seen = LogicalLoss()
         self._whole = 0  # the number of all records of that batch
         super().__init__(*positional, **named)
         self._given = self.optimizer is not None
@@ -109,7 +108,8 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         self._forget_optimizer()
         if self.privacy.noise_seed is not None:
             warnings.warn("noise_seed is for experiments: it voids the guarantee of the epsilon stated", stacklevel=2)
-        self._training, self._complete, self._losses_seen, over = True, False, LogicalLoss(), False
+        self._training, self._complete, over = True, False, False
+        self._losses_seen = LoggedLoss(self.args.device, self.args.logging_nan_inf_filter)
         self._open_log(resume)
         try:
             found = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -296,10 +296,9 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of the physical batches that a ticket stands for, and return the loss to log.
+        """Run forward and backward of the physical batches that a ticket stands for, and return 0.
 
-        The loss is that of the logical batch, averaged over tokens where Trainer's is; it is returned with the last
-        ticket. The other tickets return 0.
+        Their losses are logged when Trainer logs, averaged over tokens where Trainer's are.
         """
         if not isinstance(inputs, Ticket):
             raise StepError("DPTrainer's training step takes tickets of its own loader, not batches")
@@ -311,12 +310,8 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
             self._physical_batch(model, private, inputs)
             if not inputs.last:
                 break
-        zero = torch.zeros((), device=self.args.device)
-        if not inputs.last:
-            return zero
-        seen, self._losses_seen, self._complete = self._losses_seen, LogicalLoss(), False
-        # the mean over the processes, which the Trainer takes, is that over the samples of all
-        return zero + seen.mean() * (seen.samples * self.args.world_size / max(self._whole, 1))
+        self._complete = self._complete and not inputs.last
+        return torch.zeros((), device=self.args.device)
 
     def _physical_batch(self, model: nn.Module, private: PrivateOptimizer, ticket: Ticket) -> None:
         assert self._source is not None
@@ -373,6 +368,15 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
 
     # ------------------------------------------------------------------ logs, checkpoints, the end
 
+    def _taken_loss(self) -> float:
+        return self._losses_seen.take(lambda sums: self.accelerator.reduce(sums, "sum"))
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *positional: Any, **named: Any) -> None:
+        steps = self.state.global_step - self._globalstep_last_logged
+        if self.control.should_log and steps > 0:
+            tr_loss.fill_(self._taken_loss() * steps)  # which Trainer divides by them
+        super()._maybe_log_save_evaluate(tr_loss, *positional, **named)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Run Trainer.log, and add the epsilon so far to a training loss unless computing it would take too long."""
         if self._training and ("loss" in logs or "train_loss" in logs):
@@ -388,6 +392,9 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         self._leave()
+        self._taken_loss()  # what was not logged
+        self._tr_loss.zero_()
+        self._total_loss_scalar = self._losses_seen.mean() * (self.state.global_step - self._initial_global_step)
         if self.history and self.args.should_save:
             ledger.write(self.args.output_dir, self._spent(), self.epsilon())
         return super()._finalize_training(trial, num_train_samples, start_time)

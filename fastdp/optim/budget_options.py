@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from ..accounting import History, check_options, default_delta, delta_problem, noise_multiplier_for, steps_per_epoch
 from ..accounting.budget import Budget
 from ..data.loader import PoissonLoader
@@ -80,9 +82,11 @@ def take_budget(options: dict[str, Any], owner: str, spent: History) -> Budget |
 def _of_loader(loader: Any, rate: float | None, owner: str) -> tuple[float, int, float, int]:
     """Its sample rate, samples (records, or persons), truncation and steps of an epoch."""
     if not isinstance(loader, PoissonLoader):
+        of_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        of = "list(loader.dataset), expected_batch_size=loader.batch_size" if of_stream else "loader"
         raise TypeError(
             f"{owner}: loader= takes a fastdp.poisson_loader, not {type(loader).__name__}: "
-            "fastdp.poisson_loader(loader) makes one of a DataLoader. For other batches give sample_rate= and steps="
+            f"fastdp.poisson_loader({of}) makes one of a DataLoader. For other batches give sample_rate= and steps="
         )
     if rate is not None and abs(rate - loader.sample_rate) > 1e-9:
         raise AccountingError(

@@ -134,6 +134,20 @@ class Clipping:
         """Whether the factors of a layer need the norms of no other."""
         return self.style == "layerwise" and self._own is None
 
+    def hint(self, norms: Tensor | dict[str, Tensor] | None) -> str:
+        """A line for a batch whose norms [B] (of each group) are all within R, and most of them a hundredth of it."""
+        limits = {group.name: group.max_grad_norm for group in self.groups}
+        every = norms if isinstance(norms, dict) else {"all": norms}
+        parts = [n / limits[name] for name, n in every.items() if n is not None and name in limits]
+        shares = torch.cat([part[part.isfinite()] for part in parts]) if parts else torch.zeros(0)
+        if self.clipping not in ("local", "global") or not len(shares) or shares.max() > 1 or shares.median() >= 0.01:
+            return ""
+        return (
+            f"\nno norm reaches max_grad_norm, and their median is {float(shares.median()):.2g} of it: the noise is "
+            "for norms as large. If the loss is scaled down (divided by a number of batches), leave that; else lower "
+            "max_grad_norm."
+        )
+
     def factors(self, norm_sq: Sequence[Tensor], groups: Sequence[Group] | None = None) -> list[Tensor]:
         """Return the float32 factors [B] of each group.
 

@@ -21,6 +21,7 @@ from ..distributed.world import refuse_several
 from ..engine import loss_tracking
 from ..engine.module_hooks import ModuleHook
 from ..engine.per_sample import PerSampleGradients
+from ..engine.state import ENGINES
 from ..errors import GraphError
 from ..graphs import making
 from ..graphs.batches import Batch, copies, odd_leaf, shape_of
@@ -143,7 +144,7 @@ class GraphedForwards:
     def prepared(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Prepared | None:
         """What is known of a call of a module, after it was recorded if it is time to. None where it is not replayed,
         whatever it is given."""
-        if making() or not self._forward.begins_pass() or _transformed():
+        if making() or self._forward not in ENGINES or not self._forward.begins_pass() or _transformed():
             return None
         try:
             self._record_due()

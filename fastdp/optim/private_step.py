@@ -379,7 +379,7 @@ class PrivateStep:
         self.engine.profile = self.engine.profile or profile
         if self._plan is None:
             raise StepError("no plan yet: call loss.backward() first")
-        table = self._plan.table(self.engine.named_parameters(), profile)
+        table = self._plan.table(self.engine.named_parameters(), profile) + self.clipping.hint(self.norms)
         return table if self.graphs is None else f"{table}\n{self.graphs.told()}"
 
     def retrack(self, params: list[Tensor]) -> None:

@@ -100,6 +100,8 @@ def _meant(owner: str, name: str, known: Collection[str]) -> str:
         return "target_epsilon= is the budget" + (", and eps= the term in the denominator" if "eps" in known else "")
     if (same := _NAMED.get(plain)) in known:
         return f"it is called {same} here"
+    if owner == "PrivacyArguments":  # loader and optimizer are the trainer's
+        return nearest(name, sorted(known)).removeprefix("; ") or "is it one of TrainingArguments?"
     if plain in _ADVISED:
         return _ADVISED[plain]
     of_torch = _of_torch(same or plain)
@@ -148,12 +150,12 @@ def declared(method: F) -> F:
 
 
 def named(function: F) -> F:
-    """A function whose unknown keyword arguments are refused with what was meant."""
-    known = parameters_of(function)
+    """A function (or a class's __init__) whose unknown keyword arguments are refused with what was meant."""
+    known, owner = parameters_of(function), function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        refuse_unknown(function.__name__, options, known)
+        refuse_unknown(owner, options, known)
         return function(*args, **options)
 
     return call  # type: ignore[return-value]

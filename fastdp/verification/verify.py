@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.row_groups import numbers_of
 from ..data.loader import PoissonLoader
 from ..data.random_generators import devices_of
@@ -53,7 +54,7 @@ def _beside_an_engine(function: Callable[..., VerifyReport]) -> Callable[..., Ve
             )
         hook = hook_of(model) if isinstance(model, nn.Module) else None
         forward = None if hook is None else hook.engine
-        if forward is None or forward.graphed is not None:
+        if forward is None:
             return function(model, loss_fn, *args, **options)
         forward.take_off()
         try:
@@ -157,7 +158,7 @@ def verify(
         judge_padding(work, report, once)
     except _REFUSED as error:
         refusal = error
-        problem = f"the engine refuses this program ({type(error).__name__}): {error}"
+        problem = f"the engine refuses this program ({type(error).__name__}): {error}{_of_one_record(pool.batch)}"
         report = VerifyReport.failed(min(samples, pool.samples), tolerance, problem)
     finally:
         standing.put_back()
@@ -226,6 +227,15 @@ def _sizes(count: int, pool: int, asked: Sequence[int] | None) -> list[int]:
         return list(asked)
     sizes = {1, 2, count - 1, 2 * count + 1, min(pool, _LARGEST * count)}
     return sorted(size for size in sizes if size > 0 and size != count)
+
+
+def _of_one_record(batch: Any) -> str:
+    """What to say where a batch may be one record: its label is a number, or its numbers are a vector."""
+    leaves = nested_tensors(batch)
+    label = any(not (t.dim() or t.is_floating_point()) for t in leaves)
+    if not label and (any(t.dim() > 1 for t in leaves) or not any(t.is_floating_point() for t in leaves)):
+        return ""
+    return " (If the batch is one record: verify needs a row for each of at least two, as data[:8] has.)"
 
 
 def _records_seen(pool: Records, compared: int, total: int) -> str:

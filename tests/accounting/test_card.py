@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.accounting.card import true_positives
-from fastdp.data import sample_rates
 from fastdp.errors import AccountingError
 from fastdp.mechanisms import DPFTRL
 
@@ -118,8 +117,7 @@ def test_a_seed_of_earlier_steps_is_not_forgotten():
     assert "from a loader with seed=" in str(last.privacy_card()) and not last.privacy_card().facts["guaranteed"]
 
 
-def test_what_training_warned_of_stands_in_it(monkeypatch):
-    monkeypatch.setattr(sample_rates, "_WITHOUT", {})  # other tests' loaders may have been let go of since
+def test_what_training_warned_of_stands_in_it():
     for given, said in (({"sample_rate": 0.01}, "far below what is sampled"), ({}, "no sample rate is that of every")):
         model = nn.Linear(3, 2)
         weights = None if given else torch.utils.data.WeightedRandomSampler([1.0] * 39 + [9.0], 40)

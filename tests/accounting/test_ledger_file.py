@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fastdp
+from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError, StepError
 
 pytestmark = pytest.mark.filterwarnings("ignore::fastdp.errors.NotVerifiedWarning")
@@ -65,6 +66,13 @@ def test_what_no_state_holds_is_counted_and_said(tmp_path):
     with pytest.warns(UserWarning, match=r"holds 3 noised step\(s\) from before, and no state was loaded"):
         train(other, model, 1)
     assert spent(other) == 4
+    other.detach()
+    third = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=8, sample_rate=0.1)
+    train(third, model, 1)
+    with pytest.warns(UserWarning, match=r"^4 noised .*: load .* state_dict\(\), which holds the steps of a ledger"):
+        third.epsilon(1e-5)
+    third.load_state_dict(other.state_dict())
+    assert third.epsilon(1e-5) == epsilon_of([(1.0, 0.1, 5)], 1e-5)
 
 
 def test_a_line_is_synced_before_the_weights_change(tmp_path, monkeypatch):

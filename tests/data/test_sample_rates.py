@@ -18,11 +18,6 @@ from fastdp.mechanisms import DPFTRL, ftrl_loader
 from ..runs import backward, data, model_of, steps
 
 
-@pytest.fixture(autouse=True)
-def _looked_for_no_loader_before(monkeypatch):
-    monkeypatch.setattr(sample_rates, "_WITHOUT", {})
-
-
 def private(model, **options):
     known = dict(lr=0.1, noise_multiplier=1.0, expected_batch_size=6, accountant="rdp", **options)
     return fastdp.DPSGD(model, **known)
@@ -32,6 +27,16 @@ def train(optimizer, model, records=60):
     for (x,) in DataLoader(TensorDataset(data(records)), batch_size=6, shuffle=True):
         backward(model, x)
         optimizer.step()
+
+
+def test_a_loader_is_seen_after_none_was_there(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sample_rates, "_SECONDS", 0.0)  # it is looked for each time
+        for _ in range(3):
+            steps(private(model := model_of()), model, 1)
+    optimizer = private(model := model_of())
+    with pytest.warns(SampleRateWarning, match="6 of the 60 records"):
+        train(optimizer, model)
 
 
 def test_the_first_step_warns_once_and_says_what_it_saw():

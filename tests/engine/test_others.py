@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
-from fastdp.data import sample_rates
 
 
 def net() -> nn.Sequential:
@@ -140,11 +139,6 @@ def rated(rate: float, records: int = 600, batch: int = 60, workers: int = 0, **
         for (x,) in loader:
             step([mine], model(x).square().sum(1).mean())
     return [str(w.message) for w in found if "sample_rate" in str(w.message)]
-
-
-@pytest.fixture(autouse=True)
-def _looked_for_no_loader_before(monkeypatch):
-    monkeypatch.setattr(sample_rates, "_WITHOUT", {})
 
 
 def test_a_sample_rate_far_below_batch_by_records_is_warned_of_once():

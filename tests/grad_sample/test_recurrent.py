@@ -105,6 +105,15 @@ def test_states_of_other_samples_are_refused():
     assert_refused(Net(leaks, rnn=layer("gru")), data(), losses, kind=SampleMixingError)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_in_the_place_of_time_are_refused(kind, frozen):
+    rnn = layer(kind).requires_grad_(not frozen)
+    rnn.batch_first = False
+    model = Net(lambda m, x, lengths: m.rnn(m.first(x))[0].sum((1, 2)), first=nn.Linear(5, 5).double(), rnn=rnn)
+    assert_refused(model, data(), losses, kind=SampleMixingError, match="batch_first=True")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_under_checkpointing(kind, reentrant):

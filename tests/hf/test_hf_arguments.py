@@ -177,6 +177,16 @@ def test_options_without_meaning(wrong):
         PrivacyArguments(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("epsilon", "'epsilon': target_epsilon= is the budget"), ("target_delta", "it is called delta"),
+     ("max_grad_norm", "did you mean 'per_sample_max_grad_norm'"), ("num_train_epochs", "one of TrainingArguments")],
+)  # fmt: skip
+def test_misnamed_options_are_refused_with_what_was_meant(name, said):
+    with pytest.raises(TypeError, match=f"PrivacyArguments got an argument .*{said}"):
+        PrivacyArguments(**{name: 8})
+
+
 def test_fastdp_itself_stays_light():
     code = "import sys, fastdp; print([m for m in ('transformers', 'accelerate', 'peft') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -63,6 +63,11 @@ def mixtral(routers):
     )  # fmt: skip
 
 
+def prompted():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
 def heads(model, kind):
     with torch.no_grad():
         return find_head(model.eval(), Collate()(texts(6, kind)), 1e-3)
@@ -200,7 +205,13 @@ def test_a_loss_that_calls_the_trainers(tmp_path):
 
 @pytest.mark.parametrize(
     "make, kind, graphed",
-    [(llama, "next", False), (llama, "next", True), (t5, "each", False), (lambda: bert(num_labels=3), "class", True)],
+    [
+        (llama, "next", False),
+        (llama, "next", True),
+        (t5, "each", False),
+        (prompted, "next", False),
+        (lambda: bert(num_labels=3), "class", True),
+    ],
 )
 def test_losses_of_training_and_of_evaluation_are_comparable(make, kind, graphed, tmp_path):
     """Both are means over tokens, in which texts of one token count little."""
@@ -213,5 +224,21 @@ def test_losses_of_training_and_of_evaluation_are_comparable(make, kind, graphed
     )  # fmt: skip
     trainer.train()
     evaluated = trainer.evaluate(records)["eval_loss"]
+    if make is prompted:  # Trainer divides by a token too few of each text; the model's own loss does not
+        evaluated = float(trainer.model(**Collate()(records)).loss)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx([evaluated] * 3, rel=1e-5)
+
+
+def test_batches_without_a_labelled_token_count_in_no_loss(tmp_path):
+    """Half of the texts have no label, the others are equal; many batches are empty."""
+    records = [{"input_ids": [3, 4, 5], "labels": [-100] * 3 if number % 2 else [3, 4, 5]} for number in range(12)]
+    trainer = trainer_of(
+        tmp_path, llama(), records, private(sample_rate=0.1, noise_seed=0), learning_rate=0.0, max_steps=12,
+        logging_strategy="steps", logging_steps=2,
+    )  # fmt: skip
+    loss = trainer.train().training_loss
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    kept = [value for value in logged if value == value]
+    assert 0 < len(kept) < len(logged) == 6
+    assert [loss, *kept] == pytest.approx([trainer.evaluate(records[:1])["eval_loss"]] * (1 + len(kept)), rel=1e-5)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fastdp
 from fastdp import accounting
@@ -192,6 +192,19 @@ def test_what_does_not_say_it_is_refused(options, error, said):
     with pytest.raises(error, match=said):
         optimizer_of(model, **options)
     fastdp.DPSGD(model, noise_multiplier=1.0).detach()  # nothing is left on the model
+
+
+def test_the_loader_of_a_stream_is_named_one_that_can_be_made():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(DATA)
+
+    loader = DataLoader(Stream(), 10)
+    with pytest.raises(TypeError, match="makes one of a DataLoader") as caught:
+        optimizer_of(loader=loader)
+    remedy = str(caught.value).split("not DataLoader: ")[1].split(" makes one")[0]
+    made = eval(remedy, {"fastdp": fastdp, "loader": loader})
+    assert made.sample_rate == 0.25 and train(optimizer_of(loader=made), made) == 8
 
 
 def test_epsilon_has_a_delta_of_its_own():

@@ -100,3 +100,13 @@ def test_explain_is_a_table_of_all_uses():
     lines = optimizer.explain().splitlines()
     assert lines[0].split() == ["parameter", "function", "shape", "route", "units", "bytes", "predicted", "ms"]
     assert {line.split()[0] for line in lines[1:-1]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("style", ["flat", "layerwise"])
+def test_explain_says_that_norms_lie_far_below_the_clipping_norm(style):
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, style=style)
+    for scale, told in ((1.0, False), (1e-3, True)):
+        (scale * model(data()).square().sum(1).mean()).backward()
+        optimizer.step()
+        assert ("If the loss is scaled down" in optimizer.explain()) == told

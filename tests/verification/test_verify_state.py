@@ -78,6 +78,12 @@ def test_rows_doubled_in_the_loss():
         fastdp.verify(model_of(), cross_entropy, batch(7), rows_per_sample=2)
 
 
+@pytest.mark.parametrize("one", [lambda t: t[:1], lambda t: t[0]])
+def test_one_record_is_too_few(one):
+    with pytest.raises((ValueError, VerificationError), match="at least two"):
+        fastdp.verify(model_of(), cross_entropy, tuple(map(one, batch())))
+
+
 @pytest.mark.parametrize("double", [twice, lambda b: tuple(torch.cat([t, t]) for t in b)])
 def test_doubled_rows_of_which_nothing_is_said(double):
     """Each record would be clipped as two samples, and contribute 2 R."""
@@ -198,18 +204,23 @@ def test_all_is_as_it_was(fault):
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_an_optimizer_that_is_attached_stays_as_it_is():
+@pytest.mark.parametrize("graphed", [False, True])
+def test_an_optimizer_that_is_attached_stays_as_it_is(graphed):
     def step(look):
         model = model_of()
-        optimizer = fastdp.DPSGD(model, lr=0.1, max_grad_norm=1.0, noise_multiplier=0.0, expected_batch_size=6)
-        for _ in range(2):
+        optimizer = fastdp.DPSGD(
+            model, lr=0.1, max_grad_norm=1.0, noise_multiplier=0.0, expected_batch_size=6, graphed=graphed
+        )
+        for number in range(6):
             cross_entropy(model, batch()).backward()
-            if look:  # as epsilon() advises, where the optimizer is there already
+            if look and number % 4 == 0:  # as epsilon() advises, where the optimizer is there already
                 assert fastdp.verify(model, cross_entropy, batch()).ok and was_verified(model)
             optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
+        return [p.detach().clone() for p in model.parameters()], optimizer.explain().split("replayed")[1:]
 
-    assert all(torch.equal(a, b) for a, b in zip(step(False), step(True), strict=True))
+    (plain, told), (looked, same) = step(False), step(True)
+    assert told == same and ("4 forwards of 6" in str(told)) == graphed  # what was recorded serves on
+    assert all(torch.equal(a, b) for a, b in zip(plain, looked, strict=True))
 
 
 # --------------------------------------------------------------------------- the note
