@@ -2,7 +2,8 @@
 
 A program draws 128 blocks of ChaCha20, of two tiles of 768 elements: element i is one of the 12 normals of a block,
 whose counter follows from i alone. Normals are computed in float32 (float64 for float64) by the polynomials of
-csrc/cuda, each within 7e-7 of its pair's radius of the exact one. Sources: RFC 8439, section 2.3; Box & Muller 1958.
+csrc/cuda, each within 7e-7 of its pair's radius of the exact one; where that leaves open what is released,
+`kernels.exact` finds it. Sources: RFC 8439, section 2.3; Box & Muller 1958.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastdp.ops.checks import check_out
+from fastdp.ops.checks import check_out, check_single_std
+from fastdp.ops.noise_reference import DOMAIN, Grid
+
+from .exact import LEVELS, by_bits, by_more_bits, first_bits, more_bits
 
 LANES, TILE = tl.constexpr(64), tl.constexpr(768)
 SIZE = 768  # of a tile, for launchers
 TILES = 2  # of a program
-DOMAIN = 0x6E6F
 S0, S1, S2, S3 = (tl.constexpr(word) for word in (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574))  # "expand 32-byte k"
 
 
@@ -105,7 +107,8 @@ def cosine_sine(h):
 
 @triton.jit
 def box_muller(word, circle, low, DOUBLE: tl.constexpr):
-    """The two normals of a pair, from the words of its radius and its point, and the lower 21 bits of the former."""
+    """A pair's normals, turned * (cosine, sine), from the words of its radius and its point, and the lower 21 bits of
+    the former."""
     point = (circle << 1).to(tl.int32, bitcast=True)
     if DOUBLE:
         u = 1.0 - (word.to(tl.float64) * 2097152.0 + low.to(tl.float64)) * 1.1102230246251565e-16  # exact
@@ -115,18 +118,85 @@ def box_muller(word, circle, low, DOUBLE: tl.constexpr):
     else:
         radius = tl.sqrt(minus_two_log(word, low))
         cosine, sine = cosine_sine((point.to(tl.float32) + 1.0) * 2.3283064365386963e-10)
-    turned = tl.where((circle >> 31) != 0, -radius, radius)
-    return turned * cosine, turned * sine
+    return tl.where((circle >> 31) != 0, -radius, radius), cosine, sine
+
+
+@triton.jit
+def lower_bits(words, pair: tl.constexpr):
+    """21 of a pair's x."""
+    if pair < 4:
+        return words[12 + pair] & 0x1FFFFF
+    else:
+        return (words[2 * pair + 4] >> 21) | ((words[2 * pair + 5] >> 11) & 0x1FF800)
 
 
 @triton.jit
 def pair_of(words, pair: tl.constexpr, DOUBLE: tl.constexpr):
     """The normals of one of a block's six pairs."""
-    if pair < 4:
-        low = words[12 + pair] & 0x1FFFFF
-    else:
-        low = (words[2 * pair + 4] >> 21) | ((words[2 * pair + 5] >> 11) & 0x1FF800)
-    return box_muller(words[pair], words[6 + pair], low, DOUBLE)
+    return box_muller(words[pair], words[6 + pair], lower_bits(words, pair), DOUBLE)
+
+
+@triton.jit
+def release(turned, coordinate, total, size, unit, scale):
+    """n = unit * round(total / unit + size * N) * scale, and in which lanes it is open: see csrc/cuda/keystream.cuh."""
+    grids = total * (1.0 / unit)
+    whole = tl.floor(grids + 0.5)
+    part = grids - whole
+    v = tl.fma(turned, coordinate, part)
+    near, radius = tl.floor(v + 0.5), tl.abs(turned)
+    rounded = tl.fma(whole + near, tl.zeros_like(v) + unit * scale, tl.zeros_like(v))  # + 0: no zero has a sign
+    certain = (tl.abs(v - near) <= 0.499996 - 9e-7 * radius) & (radius <= 6.4 * size)
+    return tl.where(size == 0, total * scale, rounded), tl.where(size == 0, certain, certain == 0)
+
+
+@triton.jit
+def one_of(words, pair, begin: tl.constexpr):
+    """Word begin + pair of a block, of six."""
+    word = words[begin]
+    for k in tl.static_range(1, 6):
+        word = tl.where(pair == k, words[begin + k], word)
+    return word
+
+
+@triton.jit
+def low_of(words, pair):
+    low = lower_bits(words, 0)
+    for k in tl.static_range(1, 6):
+        low = tl.where(pair == k, lower_bits(words, k), low)
+    return low
+
+
+@triton.jit
+def twelve_of(words, pair, more: tl.constexpr):
+    """Word 2 pair + more of a block: of a level of more bits."""
+    word = words[more]
+    for k in tl.static_range(1, 6):
+        word = tl.where(pair == k, words[2 * k + more], word)
+    return word
+
+
+@triton.jit
+def settled(words, slot, total, size, unit, scale, unsure, counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1):
+    """What is released where that is open, in one of a block's 12 slots."""
+    pair, odd = slot // 2, (slot % 2) != 0
+    grids = total * (1.0 / unit)
+    whole = tl.floor(grids + 0.5)
+    part, wide = (grids - whole).to(tl.float64), tl.cast(size, tl.float64)
+    word, circle, low = one_of(words, pair, 0), one_of(words, pair, 6), low_of(words, pair)
+    near, certain = by_bits(word, low, circle, odd, part, wide)
+    if tl.max((unsure & (certain == 0)).to(tl.int32), 0) > 0:
+        u, u_low, y, y_low = first_bits(word, low, circle)
+        unit_of_level = wide * 0 + 2.3283064365386963e-10
+        for level in range(LEVELS):
+            more = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1 + ((level + 1) << 16))
+            u, u_low, y, y_low = more_bits(u, u_low, y, y_low, twelve_of(more, pair, 0), twelve_of(more, pair, 1),
+                                           unit_of_level)  # fmt: skip
+            unit_of_level *= 2.3283064365386963e-10
+        finer, sure = by_more_bits(u, u_low, y, y_low, circle, odd, part, wide)
+        near = tl.where(certain, near, tl.where(sure, finer, float("nan")))
+    n = tl.fma(whole + near.to(whole.dtype), tl.zeros_like(whole) + unit * scale, tl.zeros_like(whole))
+    number = tl.abs(part) <= 1  # not so of NaN, and of more than 2^127 units, of which noise changes no bit
+    return tl.where(number, n, total * scale)
 
 
 @triton.jit
@@ -137,34 +207,56 @@ def double_of(high, low):
 
 
 @triton.jit
-def put(p_data, at, count, normal, std, scale, KEEP: tl.constexpr):
+def put(p_data, at, count, turned, coordinate, size, unit, scale, KEEP: tl.constexpr):
+    """Where it is open, nothing is stored."""
     inside = (at >= 0) & (at < count)
     if KEEP:
-        before = tl.load(p_data + at, mask=inside, other=0.0).to(normal.dtype)
-        value = tl.fma(tl.zeros_like(normal) + std, normal, before) * scale
+        total = tl.load(p_data + at, mask=inside, other=0.0).to(turned.dtype)
+        n, unsure = release(turned, coordinate, total, size, unit, scale)
+        unsure = inside & unsure
+        tl.store(p_data + at, n.to(p_data.dtype.element_ty), mask=inside & (unsure == 0))
+        return unsure.to(tl.int32)
     else:
-        value = normal * std
-    tl.store(p_data + at, value.to(p_data.dtype.element_ty), mask=inside)
+        tl.store(p_data + at, (turned * coordinate * unit).to(p_data.dtype.element_ty), mask=inside)
+        return tl.zeros_like(inside).to(tl.int32)
 
 
-_NUMBERS = ("count offset first w0 w1 w2 w3 w4 w5 w6 w7 n0 n1 std_high std_low scale_high scale_low").split()
+_NUMBERS = (
+    "count offset first w0 w1 w2 w3 w4 w5 w6 w7 n0 n1 size_high size_low unit_high unit_low scale_high scale_low"
+).split()
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def noise_kernel(p_data, count, offset, first, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1, std_high, std_low, scale_high,
-                 scale_low, KEEP: tl.constexpr, DOUBLE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """data = std N, or (data + std N) scale: of two tiles, as their first and last elements lie in the data."""
+def noise_kernel(p_data, count, offset, first, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1, size_high, size_low, unit_high,
+                 unit_low, scale_high, scale_low, KEEP: tl.constexpr, DOUBLE: tl.constexpr,
+                 TILES: tl.constexpr):  # fmt: skip
+    """data = n of the data, or noise alone: of two tiles, as their first and last elements lie in the data."""
     i = tl.program_id(0).to(tl.int64) * (TILES * LANES) + tl.arange(0, TILES * LANES)
     tile, lane = tl.cast(first, tl.int64) + i // LANES, i % LANES
     words = chacha20(tile * LANES + lane, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
-    std, scale = double_of(std_high, std_low), double_of(scale_high, scale_low)
+    size, unit = double_of(size_high, size_low), double_of(unit_high, unit_low)
+    scale = double_of(scale_high, scale_low)
     if not DOUBLE:
-        std, scale = std.to(tl.float32), scale.to(tl.float32)
+        size, unit, scale = size.to(tl.float32), unit.to(tl.float32), scale.to(tl.float32)
     at = tile * TILE + lane - tl.cast(offset, tl.int64)
+    unsure = tl.zeros_like(lane)  # a bit for each slot
     for pair in tl.static_range(6):
-        even, odd = pair_of(words, pair, DOUBLE)
-        put(p_data, at + 2 * pair * LANES, count, even, std, scale, KEEP)
-        put(p_data, at + (2 * pair + 1) * LANES, count, odd, std, scale, KEEP)
+        turned, cosine, sine = pair_of(words, pair, DOUBLE)
+        turned *= size
+        unsure |= put(p_data, at + 2 * pair * LANES, count, turned, cosine, size, unit, scale, KEEP) << (2 * pair)
+        unsure |= put(
+            p_data, at + (2 * pair + 1) * LANES, count, turned, sine, size, unit, scale, KEEP
+        ) << (2 * pair + 1)  # fmt: skip
+    if KEEP:
+        if tl.max(unsure, 0) > 0:
+            for slot in range(12):
+                here = ((unsure >> slot) & 1) != 0
+                if tl.max(here.to(tl.int32), 0) > 0:
+                    place = at + slot * LANES
+                    total = tl.load(p_data + place, mask=here, other=0.0).to(turned.dtype)
+                    n = settled(words, slot, total, size, unit, scale, here, tile * LANES + lane, w0, w1, w2, w3, w4,
+                                w5, w6, w7, n0, n1)  # fmt: skip
+                    tl.store(p_data + place, n.to(p_data.dtype.element_ty), mask=here)
 
 
 # ---------------------------------------------------------------------- launchers
@@ -186,27 +278,17 @@ def halves(number: float) -> tuple[int, int]:
     return signed(high), signed(low)
 
 
-def rounded_up(std: float, dtype: torch.dtype) -> float:
-    """The noise's size in the type that it is computed in, never smaller."""
-    if dtype == torch.float64:
-        return std
-    single = np.float32(std)
-    if not np.isfinite(single):
-        raise ValueError(f"std must be finite as a float32, which noise of {dtype} is computed in, not {std!r}")
-    if float(single) < std:  # (numpy would compare them as float32)
-        single = np.nextafter(single, np.float32(np.inf))
-    return float(single)
-
-
 def _draw(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int, keep: bool) -> None:
     check_out(tensor, key, step, std, offset)
-    size, first = rounded_up(std, tensor.dtype), offset // SIZE
+    check_single_std(std, tensor.dtype)
+    grid, first = Grid.of(std, tensor.dtype), offset // SIZE
     if tensor.numel():
         tiles = (offset + tensor.numel() - 1) // SIZE + 1 - first
         with torch.cuda.device_of(tensor):
             noise_kernel[(triton.cdiv(tiles, TILES),)](
-                tensor, tensor.numel(), offset, first, *stream_of(key, step), *halves(size), *halves(scale), KEEP=keep,
-                DOUBLE=tensor.dtype == torch.float64, TILES=TILES, num_warps=4,
+                tensor, tensor.numel(), offset, first, *stream_of(key, step), *halves(grid.size), *halves(grid.unit),
+                *halves(scale), KEEP=keep, DOUBLE=tensor.dtype == torch.float64, TILES=TILES, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
     torch.autograd.graph.increment_version(tensor)
 

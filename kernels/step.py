@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastdp.ops.checks import check_single_std
+from fastdp.ops.noise_reference import Grid
 from fastdp.ops.updates import SGD, Adam, Step, implementation
 
 from .many import TYPES
-from .noise import LANES, SIZE, TILE, TILES, chacha20, pair_of, rounded_up, stream_of
+from .noise import LANES, SIZE, TILE, TILES, chacha20, pair_of, release, settled, stream_of
 
 WORDS = tl.constexpr(10)  # of the key and the nonce, at the table's begin
 
@@ -43,29 +45,45 @@ def numbers_at(p_row, field: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def update(p_table, p_row, at, normal, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr,
+def inside_of(p_row, at):
+    return (at >= 0) & (at < tl.load(p_row + 4))
+
+
+@triton.jit
+def spend(p_table, p_row, at, turned, coordinate, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr,
+          READS: tl.constexpr, NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr,
+          SUM: tl.constexpr):  # fmt: skip
+    """One normal of each lane, released and spent; where that is open, nothing is stored."""
+    inside = inside_of(p_row, at)
+    size, unit, scale = option(p_table, 0, turned), option(p_table, 1, turned), option(p_table, 2, turned)
+    total = tl.load(numbers_at(p_row, 1, SUM) + at, mask=inside, other=0.0)
+    n, unsure = release(turned, coordinate, total, size, unit, scale)
+    unsure = inside & unsure
+    update(p_table, p_row, at, n, inside & (unsure == 0), ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
+    return unsure.to(tl.int32)
+
+
+@triton.jit
+def update(p_table, p_row, at, n, inside, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr,
            READS: tl.constexpr, NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr,
            SUM: tl.constexpr):  # fmt: skip
-    """One normal of each lane: n = (sum + std N) scale, then the rule."""
-    inside = (at >= 0) & (at < tl.load(p_row + 4))
+    """The rule with what is released, n."""
     param, total = numbers_at(p_row, 0, PARAM), numbers_at(p_row, 1, SUM)
-    std, scale, sign = option(p_table, 0, normal), option(p_table, 1, normal), option(p_table, 2, normal)
-    decay, lr = option(p_table, 3, normal), option(p_table, 4, normal)
-    n = tl.fma(tl.zeros_like(normal) + std, normal, tl.load(total + at, mask=inside, other=0.0)) * scale
+    sign, decay, lr = option(p_table, 3, n), option(p_table, 4, n), option(p_table, 5, n)
     if KEEP:
         tl.store(total + at, n, mask=inside)
-    p = tl.load(param + at, mask=inside, other=0.0).to(normal.dtype)
+    p = tl.load(param + at, mask=inside, other=0.0).to(n.dtype)
     gradient = tl.fma(tl.zeros_like(p) + decay, p, sign * n)
     first = numbers_at(p_row, 2, STATE)
     if ADAM:
         second = numbers_at(p_row, 3, STATE)
         m, v = (tl.load(first + at, mask=inside, other=0.0).to(p.dtype),
                 tl.load(second + at, mask=inside, other=0.0).to(p.dtype))  # fmt: skip
-        m = tl.fma(gradient - m, tl.zeros_like(p) + option(p_table, 5, p), m)  # m + (1 - beta1) (g - m)
-        v = tl.fma(option(p_table, 7, p) * gradient, gradient, option(p_table, 6, p) * v)
+        m = tl.fma(gradient - m, tl.zeros_like(p) + option(p_table, 6, p), m)  # m + (1 - beta1) (g - m)
+        v = tl.fma(option(p_table, 8, p) * gradient, gradient, option(p_table, 7, p) * v)
         tl.store(first + at, m.to(STATE), mask=inside)
         tl.store(second + at, v.to(STATE), mask=inside)
-        root, eps, kept = option(p_table, 8, p), option(p_table, 9, p), option(p_table, 10, p)
+        root, eps, kept = option(p_table, 9, p), option(p_table, 10, p), option(p_table, 11, p)
         p = tl.fma(
             m / tl.fma(tl.sqrt(v), tl.zeros_like(p) + root, tl.zeros_like(p) + eps), -lr + tl.zeros_like(p), kept * p
         )
@@ -74,9 +92,9 @@ def update(p_table, p_row, at, normal, ADAM: tl.constexpr, KEEP: tl.constexpr, B
             moved = gradient
             if READS:
                 held = tl.load(first + at, mask=inside, other=0.0).to(p.dtype)
-                moved = tl.fma(held, tl.zeros_like(p) + option(p_table, 5, p), option(p_table, 6, p) * gradient)
+                moved = tl.fma(held, tl.zeros_like(p) + option(p_table, 6, p), option(p_table, 7, p) * gradient)
             tl.store(first + at, moved.to(STATE), mask=inside)
-            gradient = tl.fma(moved, tl.zeros_like(p) + option(p_table, 5, p), gradient) if NESTEROV else moved
+            gradient = tl.fma(moved, tl.zeros_like(p) + option(p_table, 6, p), gradient) if NESTEROV else moved
         p = tl.fma(gradient, tl.zeros_like(p) - lr, p)
     tl.store(param + at, p.to(PARAM), mask=inside)
 
@@ -98,19 +116,36 @@ def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: t
     offset = tl.load(p_row + 5)
     i = (program - before) * (TILES * LANES) + tl.arange(0, TILES * LANES)
     tile, lane = offset // TILE + i // LANES, i % LANES
-    words = chacha20(tile * LANES + lane, word(p_table, 0), word(p_table, 1), word(p_table, 2), word(p_table, 3),
-                     word(p_table, 4), word(p_table, 5), word(p_table, 6), word(p_table, 7), word(p_table, 8),
-                     word(p_table, 9))  # fmt: skip
+    counter = tile * LANES + lane
+    w0, w1, w2, w3 = word(p_table, 0), word(p_table, 1), word(p_table, 2), word(p_table, 3)
+    w4, w5, w6, w7 = word(p_table, 4), word(p_table, 5), word(p_table, 6), word(p_table, 7)
+    n0, n1 = word(p_table, 8), word(p_table, 9)
+    words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
     at = tile * TILE + lane - offset
+    unsure = tl.zeros_like(at).to(tl.int32)  # a bit for each slot
     for pair in tl.static_range(6):
-        even, odd = pair_of(words, pair, SUM == tl.float64)
-        update(p_table, p_row, at + 2 * pair * LANES, even, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
-        update(p_table, p_row, at + (2 * pair + 1) * LANES, odd, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
+        turned, cosine, sine = pair_of(words, pair, SUM == tl.float64)
+        turned *= option(p_table, 0, turned)
+        unsure |= spend(p_table, p_row, at + 2 * pair * LANES, turned, cosine, ADAM, KEEP, BUFFER, READS, NESTEROV,
+                        PARAM, STATE, SUM) << (2 * pair)  # fmt: skip
+        unsure |= spend(p_table, p_row, at + (2 * pair + 1) * LANES, turned, sine, ADAM, KEEP, BUFFER, READS, NESTEROV,
+                        PARAM, STATE, SUM) << (2 * pair + 1)  # fmt: skip
+    if tl.max(unsure, 0) > 0:
+        for slot in range(12):
+            here = ((unsure >> slot) & 1) != 0
+            if tl.max(here.to(tl.int32), 0) > 0:
+                place = at + slot * LANES
+                total = tl.load(numbers_at(p_row, 1, SUM) + place, mask=here, other=0.0)
+                size, unit, scale = option(p_table, 0, total), option(p_table, 1, total), option(p_table, 2, total)
+                n = settled(
+                    words, slot, total, size, unit, scale, here, counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1
+                )
+                update(p_table, p_row, place, n, here, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
 
 
 # ---------------------------------------------------------------------- launchers
 
-_HEAD = 10 + 11  # words and options
+_HEAD = 10 + 12  # words and options
 
 
 def _bits(numbers: Sequence[float]) -> list[int]:
@@ -121,7 +156,7 @@ def _bits(numbers: Sequence[float]) -> list[int]:
 def _options(step: Step, dtype: torch.dtype) -> list[float]:
     """The rule's numbers, as `update` reads them."""
     u, sign = step.update, -1.0 if step.update.maximize else 1.0
-    shared = [rounded_up(step.draw.std, dtype), step.draw.scale, sign]
+    shared = [*Grid.of(step.draw.std, dtype), step.draw.scale, sign]
     if isinstance(u, Adam):
         root, size = 1 / math.sqrt(1 - u.beta2**u.t), u.lr / (1 - u.beta1**u.t)
         decays = (0.0, 1 - u.lr * u.weight_decay) if u.decoupled else (u.weight_decay, 1.0)
@@ -139,6 +174,7 @@ def _step(step: Step) -> None:
     """All parameters of a type, and with states of a type, in one launch."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[Any]] = {}
     for i, ((param, total, *states), offset) in enumerate(step.rows()):
+        check_single_std(step.draw.std, total.dtype)
         kinds = param.dtype, states[0].dtype if states else param.dtype, total.dtype
         if any(state.dtype != kinds[1] for state in states):
             raise ValueError(f"states of parameter {i} must all be of one type")
@@ -153,13 +189,13 @@ def _step(step: Step) -> None:
             places = [t.data_ptr() for t in tensors] + [0] * (4 - len(tensors))
             rows += [*places, tensors[0].numel(), offset, programs]
         stream = stream_of(step.draw.key, step.draw.step)
-        numbers = [*stream, *_bits(_options(step, param_type)), *rows]
+        numbers = [*stream, *_bits(_options(step, total_type)), *rows]
         with torch.cuda.device_of(members[0][0][0]):
             step_kernel[(programs,)](
                 _table(members[0][0][0].device, numbers), len(members), ADAM=adam, KEEP=step.draw.keep_grads,
                 BUFFER=not adam and step.update.momentum != 0, READS=not adam and not step.update.first,
                 NESTEROV=not adam and step.update.nesterov, PARAM=_TYPES[param_type], STATE=_TYPES[state_type],
-                SUM=_TYPES[total_type], HEAD=_HEAD, TILES=TILES, num_warps=4,
+                SUM=_TYPES[total_type], HEAD=_HEAD, TILES=TILES, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     step.changed()
 

@@ -35,9 +35,17 @@ int instruction_set() {
     return std::min(found, ceiling);
 }
 
+// A std of more than 24 bits is rounded up, but for float64 data: noise is never less than asked for.
+double std_of(const fastdp_tensor *tensors, int64_t count, double std) {
+    int exponent;
+    const double mantissa = std::frexp(std, &exponent);
+    if (count > 0 && tensors[0].sum_type == FASTDP_FLOAT64) return std;
+    return std::ldexp(std::ceil(mantissa * 0x1p24), exponent - 24);
+}
+
 Work work_of(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise) {
     Work work = {tensors, tiles, count, {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574},  // "expand 32-byte k"
-                 noise->std, noise->scale, noise->read, noise->keep};
+                 std_of(tensors, count, noise->std), noise->scale, noise->read, noise->keep};
     std::copy(noise->key, noise->key + 8, work.state + 4);
     work.state[14] = (uint32_t)noise->step;
     work.state[15] = (uint32_t)(noise->step >> 32) | (uint32_t)FASTDP_DOMAIN_NOISE << 16;

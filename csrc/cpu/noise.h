@@ -10,6 +10,7 @@
 #ifndef FASTDP_CPU_NOISE_H
 #define FASTDP_CPU_NOISE_H
 
+#include "../exact.h"
 #include "types.h"
 
 #include <algorithm>
@@ -29,9 +30,10 @@ int instruction_set();  // 0 plain, 1 AVX2 and FMA, 2 AVX-512: what this process
 // ---------------------------------------------------------------- many tensors
 
 template <class T>
-struct Tile {  // pointers to element 0 of a tile
+struct Tile {  // pointers to element 0 of a tile, and the counter of its first block
     const T *sum;
     T *grad, *param, *first, *second;
+    int64_t block;
 };
 
 // An update says how many arrays it has beside the sum, in the order of Tile: the pointers to others are NULL.
@@ -66,17 +68,21 @@ INLINE Place place_after(const Work &work, Place place, int64_t number) {  // nu
     return place_of(work, number);
 }
 
-// What is multiplied and added, in the arithmetic's type.
+// What is multiplied, in the arithmetic's type: grid, a power of two, and size = std / grid in [64, 128) round
+// sum + std N to a multiple of the grid.
 template <class T>
 struct Amounts {
-    T std, scale;
+    T scale, size, per_grid, grid_scaled;  // 1 / grid, grid * scale
+    const uint32_t *state;                 // of the generator, without the counter
+    bool alone;                            // noise without a sum, not rounded to the grid
 };
 
-// A std that is no float is rounded up: noise is never less than asked for.
-INLINE Amounts<double> amounts_of(const Work &work, double) { return {work.std, work.scale}; }
-INLINE Amounts<float> amounts_of(const Work &work, float) {
-    const float std = (float)work.std;
-    return {(double)std < work.std ? std::nextafterf(std, HUGE_VALF) : std, (float)work.scale};
+template <class T>
+INLINE Amounts<T> amounts_of(const Work &work, T) {
+    int exponent;
+    const double size = std::frexp(work.std, &exponent) * 128;
+    return {(T)work.scale, (T)size, (T)std::ldexp(1.0, 7 - exponent), (T)std::ldexp(work.scale, exponent - 7), work.state,
+            !work.read};
 }
 
 // ChaCha20's state and what of its first round does not depend on the lane: of the first column one sum, of the other
@@ -112,9 +118,10 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 
 }  // namespace fastdp
 
-// The code for each instruction set: noise_pair.h and noise_tile.h in a namespace of its own.
+// The code for each instruction set: noise_lanes.h, noise_pair.h and noise_tile.h in a namespace of its own.
 #define FASTDP_W 4
 #define FASTDP_ISA plain
+#include "noise_lanes.h"
 #include "noise_pair.h"
 #include "noise_tile.h"
 #undef FASTDP_W
@@ -124,6 +131,7 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 #pragma GCC target("avx2,fma")
 #define FASTDP_W 8
 #define FASTDP_ISA avx2
+#include "noise_lanes.h"
 #include "noise_pair.h"
 #include "noise_tile.h"
 #undef FASTDP_W
@@ -133,6 +141,7 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,prefer-vector-width=512")
 #define FASTDP_W 16
 #define FASTDP_ISA avx512
+#include "noise_lanes.h"
 #include "noise_pair.h"
 #include "noise_tile.h"
 #undef FASTDP_W

@@ -3,75 +3,57 @@
 // Two normals come from 85 bits of a block's words, as fastdp.h says:
 //     x in [0, 1) of 53 bits, radius sqrt(-2 ln(1 - x)): 8.57 at the largest x
 //     y in (-1/2, 1/2) of 31 bits, and a bit that turns the point by half a circle
-//     n = (sum + std * radius * (cos, sin) pi y) * scale
+//     n = grid * round(sum / grid + size * radius * (cos, sin) pi y) * scale
+// The sum is split into multiples of the grid and a part, and part + size * normal rounded. Where the arithmetic's error,
+// or bits of x and y that no one has drawn, leave two whole numbers possible, exact.h finds the right one: one in 3000.
 // Pair<double> follows this to 1e-13, Pair<float> to 7e-7 of the radius (tests/ops/test_noise_transform.py measures both).
 // Each is cut into pieces, between which noise_tile.h lays the rounds of ChaCha20. Word k of the block lies at w[k * W],
 // the slots' elements at `sum` and one LANES further.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // of GCC's own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wignored-attributes"  // vector types as template arguments
 namespace fastdp {
 namespace FASTDP_ISA {
-
-constexpr int W = FASTDP_W;
-constexpr uint32_t LOW_BITS = (1u << 21) - 1;  // of 53
 
 template <class T>
 struct Pair;
 
-// ---------------------------------------------------------------- in double
+// What a sum and a normal become, and in which lanes that is open.
+template <class Numbers>
+struct Released {
+    Numbers n;
+    Open open;
+};
 
-#if FASTDP_W == 16
-typedef __m512d Real;  // eight doubles, by the names of the plain functions below
-typedef __m512i Bits;
-typedef __m256i Words;
-INLINE Words words_at(const uint32_t *w) { return _mm256_load_si256((const __m256i *)w); }
-INLINE Real to_real(Words w) { return _mm512_cvtepu32_pd(w); }
-INLINE Real to_real_twice(Words w) { return _mm512_cvtepi32_pd(_mm256_add_epi32(w, w)); }  // signed
-INLINE Bits upper_bit(Words w) { return _mm512_slli_epi64(_mm512_cvtepu32_epi64(_mm256_srli_epi32(w, 31)), 63); }
-INLINE Words lower_21(Words w) { return _mm256_and_si256(w, _mm256_set1_epi32((int)LOW_BITS)); }
-INLINE Words upper_21(Words a, Words b) {
-    return _mm256_or_si256(_mm256_srli_epi32(a, 21), _mm256_slli_epi32(_mm256_srli_epi32(b, 22), 11));
+// The block of a level of the key stream (noise_tile.h).
+inline void level_words(const uint32_t *state, int level, int64_t block, uint32_t *words);
+
+// What is open, a lane at a time. words, block: of the first lane.
+template <class T>
+__attribute__((noinline, cold)) void settle(Open open, const T *sum, T *n, const uint32_t *words, int pair, bool odd,
+                                            int64_t block, const Amounts<T> &by) {
+    for (int l = 0; l < W; ++l) {
+        if (!(open >> l & 1)) continue;
+        const T grids = sum[l] * by.per_grid, whole = std::rint(grids), part = grids - whole;
+        if (!(std::fabs(part) <= 1)) {  // no number, or one of more than 2^127 grids, of which noise changes no bit
+            n[l] = sum[l] * by.scale;
+            continue;
+        }
+        const uint32_t *w = words + l, *a = w + (pair < 4 ? 12 + pair : 2 * pair + 4) * W;
+        const uint32_t low = pair < 4 ? *a & LOW_BITS : *a >> 21 | a[W] >> 22 << 11;
+        const exact::Bits bits = {w[pair * W], low, w[(6 + pair) * W], odd};
+        const double near = exact::nearest_whole(bits, pair, part, by.size, [&](int level, uint32_t *to) {
+            level_words(by.state, level, block + l, to);
+        });
+        n[l] = std::fma(whole + (T)near, by.grid_scaled, (T)0);
+    }
 }
-INLINE Real exponent(Bits above) {  // times 2^52
-    return _mm512_cvtepi64_pd(_mm512_and_si512(above, _mm512_set1_epi64((int64_t)0xfff0000000000000u)));
-}
-INLINE Real real(double x) { return _mm512_set1_pd(x); }
-INLINE Real real(Bits x) { return _mm512_castsi512_pd(x); }
-INLINE Bits bits(Real x) { return _mm512_castpd_si512(x); }
-INLINE Bits bits(uint64_t x) { return _mm512_set1_epi64((int64_t)x); }
-INLINE Real fma(Real a, Real b, Real c) { return _mm512_fmadd_pd(a, b, c); }
-INLINE Real root(Real x) { return _mm512_sqrt_pd(x); }
-INLINE Real real_at(const double *x) { return _mm512_loadu_pd(x); }
-INLINE void put(double *x, Real y) { _mm512_storeu_pd(x, y); }
-#else
-typedef double Real;
-typedef uint64_t Bits;
-typedef uint32_t Words;
-INLINE Words words_at(const uint32_t *w) { return *w; }
-// Below AVX-512 nothing converts unsigned integers: by way of the mantissa, also exact.
-INLINE Real to_real(Words w) { return double_of(0x4330000000000000u | w) - 0x1p52; }
-INLINE Real to_real_twice(Words w) { return (double)(int32_t)(w << 1); }
-INLINE Bits upper_bit(Words w) { return (uint64_t)(w >> 31) << 63; }
-INLINE Words lower_21(Words w) { return w & LOW_BITS; }
-INLINE Words upper_21(Words a, Words b) { return a >> 21 | b >> 22 << 11; }
-INLINE Real exponent(Bits above) {
-    return (double_of(0x4330000000000000u | (above + (64ull << 52)) >> 52) - (0x1p52 + 64)) * 0x1p52;
-}
-INLINE Real real(double x) { return x; }
-INLINE Real real(Bits x) { return double_of(x); }
-INLINE Bits bits(Real x) { return bits_of(x); }
-INLINE Bits bits(uint64_t x) { return x; }
-INLINE Real fma(Real a, Real b, Real c) { return std::fma(a, b, c); }
-INLINE Real root(Real x) { return std::sqrt(x); }
-INLINE Real real_at(const double *x) { return *x; }
-INLINE void put(double *x, Real y) { *x = y; }
-#endif
 
 template <>
 struct Pair<double> {
     static constexpr int STEP = W == 16 ? 8 : 1;  // lanes at a time
-    Real u, m, t, e, q, log, r, y, square, cosine, sine, turned, even, odd;
+    Real u, m, t, e, q, log, r, y, square, cosine, sine, turned, limit;
     Bits above;
 
     INLINE void uniform(const uint32_t *w, int pair) {  // u = 1 - x, exactly
@@ -113,14 +95,16 @@ struct Pair<double> {
     INLINE void circle5() { circle(0x1.03c1f0819eba5p+2, 0x1.466bc677522bdp+1); }
     INLINE void circle6() { circle(-0x1.3bd3cc9be4180p+2, -0x1.4abbce625bd83p+2); }
     INLINE void circle7() { circle(0x1.fffffffffffefp-1, 0x1.921fb54442d17p+1), sine = sine * y; }
-    INLINE void turn(const uint32_t *w, int pair, const Amounts<double> &by) {
-        turned = real(bits(r) ^ upper_bit(words_at(w + (6 + pair) * W))) * real(by.std);
+    // As in Pair<float>, but arithmetic is off by 1e-13 only.
+    INLINE void turn(const uint32_t *w, int pair, double size) {
+        r = r * real(size), turned = real(bits(r) ^ upper_bit(words_at(w + (6 + pair) * W)));
+        limit = smaller(fma(r, real(-1e-9), real(0.5 - 4e-6)), real(6.4 * size) - r);
     }
-    INLINE void add_to(const double *sum, const Amounts<double> &by) {
-        even = fma(turned, cosine, real_at(sum)) * real(by.scale);
-        odd = fma(turned, sine, real_at(sum + LANES)) * real(by.scale);
+    INLINE Released<Real> release(Real coordinate, const double *sum, const Amounts<double> &by) const {
+        const Real grids = real_at(sum) * real(by.per_grid), whole = rounded(grids), part = grids - whole;
+        const Real v = fma(turned, coordinate, part), near = rounded(v);  // adding 0 takes the sign off a zero
+        return {fma(whole + near, real(by.grid_scaled), real(0.0)), beyond(v - near, limit)};
     }
-    INLINE void write(double *grad) { put(grad, even), put(grad + LANES, odd); }
 
     INLINE void all(const uint32_t *w, int pair) {
         uniform(w, pair), split(), divide(), log1(), log2(), log3(), radius(), angle(w, pair);
@@ -128,65 +112,10 @@ struct Pair<double> {
     }
 };
 
-// ---------------------------------------------------------------- in float
-
-#if FASTDP_W == 16
-typedef __m512 Single;  // sixteen floats
-typedef __m512i Word;
-INLINE Word word_at(const uint32_t *w) { return _mm512_load_si512(w); }
-INLINE Single single(float x) { return _mm512_set1_ps(x); }
-INLINE Word word(uint32_t x) { return _mm512_set1_epi32((int)x); }
-INLINE Single from_signed(Word w) { return _mm512_cvtepi32_ps(w); }
-INLINE Word twice(Word w) { return _mm512_add_epi32(w, w); }
-INLINE Single with_lower_21(Word w, Word exponent) {
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(w, word(LOW_BITS), exponent, 0xea));  // a & b | c
-}
-INLINE Single with_upper_21(Word a, Word b, Word exponent) {
-    const Word shifted = _mm512_srli_epi32(a, 21), above = _mm512_srli_epi32(b, 11);
-    const Word low = _mm512_ternarylogic_epi32(shifted, above, word(0x7ff), 0xf4);  // a | b & ~c
-    return _mm512_castsi512_ps(_mm512_or_si512(low, exponent));
-}
-INLINE Single turned_by(Word w, Single x) {
-    const Word sign = word(0x80000000u);
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(w, sign, _mm512_castps_si512(x), 0x6a));  // a & b ^ c
-}
-INLINE Single fma(Single a, Single b, Single c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE Single root(Single x) { return _mm512_sqrt_ps(x); }
-INLINE Single single_at(const float *x) { return _mm512_loadu_ps(x); }
-INLINE void put(float *x, Single y) { _mm512_storeu_ps(x, y); }
-INLINE void split_of(Single z, Single each, Single &f, Single &e) {
-    const __mmask16 lower = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_LT_OQ);
-    const Single m = _mm512_getmant_ps(z, _MM_MANT_NORM_p5_1, _MM_MANT_SIGN_zero);
-    f = _mm512_mask_sub_ps(z, lower, single(1.0f), m);
-    e = _mm512_maskz_fmadd_ps(lower, _mm512_getexp_ps(z), each, each);  // of m in [1, 2): one less
-}
-#else
-typedef float Single;
-typedef uint32_t Word;
-INLINE Word word_at(const uint32_t *w) { return *w; }
-INLINE Single single(float x) { return x; }
-INLINE Word word(uint32_t x) { return x; }
-INLINE Single from_signed(Word w) { return (float)(int32_t)w; }
-INLINE Word twice(Word w) { return w << 1; }
-INLINE Single with_lower_21(Word w, Word exponent) { return float_of((w & LOW_BITS) | exponent); }
-INLINE Single with_upper_21(Word a, Word b, Word exponent) { return float_of(a >> 21 | b >> 22 << 11 | exponent); }
-INLINE Single turned_by(Word w, Single x) { return float_of((w & 0x80000000u) ^ bits_of(x)); }
-INLINE Single fma(Single a, Single b, Single c) { return std::fma(a, b, c); }
-INLINE Single root(Single x) { return std::sqrt(x); }
-INLINE Single single_at(const float *x) { return *x; }
-INLINE void put(float *x, Single y) { *x = y; }
-INLINE void split_of(Single z, Single each, Single &f, Single &e) {
-    const float m = float_of((bits_of(z) & 0x7fffff) | 0x3f000000);
-    const float power = (float)((int32_t)(bits_of(z) >> 23 & 0xff) - 126) * each;
-    f = z < 0.0f ? 1.0f - m : z;
-    e = z < 0.0f ? power : 0.0f;
-}
-#endif
-
 template <>
 struct Pair<float> {
-    static constexpr int STEP = W == 16 ? 16 : 1;
-    Single z, f, e, log, r, y, square, cosine, sine, turned, even, odd;
+    static constexpr int STEP = W == 4 ? 1 : W;
+    Single z, f, e, log, r, y, square, cosine, sine, turned, limit;
 
     // z = x where x < 1/2, else x - 1: rounded to float's 24 bits and no coarser, as the upper 32 bits are a signed
     // number and what is added to them is exact: a float of that exponent counts in 2^-53, and 2^-30 is taken off it.
@@ -231,14 +160,19 @@ struct Pair<float> {
     INLINE void circle4() { circle(-0x1.3bd3ccp+2f, 0x1.466504p+1f); }
     INLINE void circle5() { circle(1.0f, -0x1.4abba2p+2f); }
     INLINE void circle6() { sine = fma(sine, square, single(0x1.921fb4p+1f)) * y; }
-    INLINE void turn(const uint32_t *w, int pair, const Amounts<float> &by) {
-        turned = turned_by(word_at(w + (6 + pair) * W), r) * single(by.std);
+    // Beyond the limit from a whole number, it is open which one is next. 6e-7 of the radius: arithmetic is off by 4.5e-7
+    // (1.2e-7 the radius, 1.4e-7 the circle, over all floats; rounding x, y, two products), and the angle's 32 bits leave
+    // 1e-9. 4e-6: rounding the limit, and what the 53 bits of x leave of the smallest radii (128 * 2^-26). Above a radius
+    // of 6.4 they leave too much.
+    INLINE void turn(const uint32_t *w, int pair, float size) {
+        r = r * single(size), turned = turned_by(word_at(w + (6 + pair) * W), r);
+        limit = smaller(fma(r, single(-6e-7f), single(0.5f - 4e-6f)), single(6.4f * size) - r);
     }
-    INLINE void add_to(const float *sum, const Amounts<float> &by) {
-        even = fma(turned, cosine, single_at(sum)) * single(by.scale);
-        odd = fma(turned, sine, single_at(sum + LANES)) * single(by.scale);
+    INLINE Released<Single> release(Single coordinate, const float *sum, const Amounts<float> &by) const {
+        const Single grids = single_at(sum) * single(by.per_grid), whole = rounded(grids), part = grids - whole;
+        const Single v = fma(turned, coordinate, part), near = rounded(v);  // adding 0 takes the sign off a zero
+        return {fma(whole + near, single(by.grid_scaled), single(0.0f)), beyond(v - near, limit)};
     }
-    INLINE void write(float *grad) { put(grad, even), put(grad + LANES, odd); }
 
     INLINE void all(const uint32_t *w, int pair) {
         uniform(w, pair), split(), log1(), log2(), log3(), log4(), log5(), radius(), angle(w, pair);
@@ -246,13 +180,68 @@ struct Pair<float> {
     }
 };
 
-// The same for W blocks, all pieces at once.
+// The elements of one slot, STEP of them: released, or the noise alone.
 template <class T>
-INLINE void spend(const uint32_t *words, int pair, const T *sum, T *grad, const Amounts<T> &by) {
-#pragma omp simd
+INLINE void release(const Pair<T> &p, bool odd, const T *sum, T *grad, const uint32_t *words, int pair, int64_t block,
+                    const Amounts<T> &by) {
+    const auto coordinate = odd ? p.sine : p.cosine;
+    if (by.alone) return put(grad, p.turned * coordinate * all_of(by.grid_scaled));
+    auto x = p.release(coordinate, sum, by);
+    if (__builtin_expect(x.open != 0, 0)) {
+        alignas(64) T n[Pair<T>::STEP];
+        put(n, x.n);
+        settle(x.open, sum, n, words, pair, odd, block, by);
+        x.n = numbers_at(n);
+    }
+    put(grad, x.n);
+}
+
+#if FASTDP_W < 16
+// Those of a pair of slots, where the compiler makes vectors of the lanes.
+template <class T>
+INLINE void release_by_lanes(const uint32_t *words, int pair, const T *sum, T *grad, int64_t block,
+                             const Amounts<T> &by) {
+    alignas(64) T n[2][W];
+    alignas(64) Open open[2][W];
+    Open any = 0;
+#pragma omp simd reduction(| : any)
+    for (int l = 0; l < W; ++l) {
+        Pair<T> p;
+        p.all(words + l, pair), p.turn(words + l, pair, by.size);
+        const auto even = p.release(p.cosine, sum + l, by), odd = p.release(p.sine, sum + LANES + l, by);
+        n[0][l] = by.alone ? p.turned * p.cosine * by.grid_scaled : even.n, open[0][l] = even.open;
+        n[1][l] = by.alone ? p.turned * p.sine * by.grid_scaled : odd.n, open[1][l] = odd.open;
+        any |= even.open | odd.open;
+    }
+    for (int slot = 0; any && !by.alone && slot < 2; ++slot) {
+        Open lanes = 0;
+        for (int l = 0; l < W; ++l) lanes |= open[slot][l] << l;
+        settle(lanes, sum + slot * LANES, n[slot], words, pair, slot == 1, block, by);
+    }
+    for (int slot = 0; slot < 2; ++slot) std::copy(n[slot], n[slot] + W, grad + slot * LANES);
+}
+
+// Those of a pair of slots.
+template <class T>
+INLINE void release(const uint32_t *words, int pair, const T *sum, T *grad, int64_t block, const Amounts<T> &by) {
+    if constexpr (Pair<T>::STEP == W) {
+        Pair<T> p;
+        p.all(words, pair), p.turn(words, pair, by.size);
+        release(p, false, sum, grad, words, pair, block, by);
+        release(p, true, sum + LANES, grad + LANES, words, pair, block, by);
+    } else {
+        release_by_lanes(words, pair, sum, grad, block, by);
+    }
+}
+#endif
+
+// The normals themselves, for tests.
+template <class T>
+INLINE void normals_of(const uint32_t *words, int pair, T *even) {
     for (int l = 0; l < W; l += Pair<T>::STEP) {
-        Pair<T> x;
-        x.all(words + l, pair), x.turn(words + l, pair, by), x.add_to(sum + l, by), x.write(grad + l);
+        Pair<T> p;
+        p.all(words + l, pair), p.turn(words + l, pair, 1);
+        put(even + l, p.turned * p.cosine), put(even + LANES + l, p.turned * p.sine);
     }
 }
 

@@ -7,6 +7,7 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // of GCC's own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wignored-attributes"  // vector types as template arguments
 namespace fastdp {
 namespace FASTDP_ISA {
 
@@ -65,9 +66,10 @@ INLINE void piece(int t, int pair, Pair<float> &p, const uint32_t *words, const 
     if (t == 10) p.circle3();
     if (t == 11) p.circle4();
     if (t == 12) p.circle5();
-    if (t == 13) p.circle6(), p.turn(words, pair, by);
-    if (t == 14) p.add_to(tile.sum + at, by);
-    if (t == 15) p.write(tile.grad + at), update.template apply<W>(tile, at);
+    if (t == 13) p.circle6(), p.turn(words, pair, by.size);
+    if (t == 14) release(p, false, tile.sum + at, tile.grad + at, words, pair, tile.block + lane, by);
+    if (t == 15) update.template apply<W>(tile, at);
+    if (t == 18) release(p, true, tile.sum + at + LANES, tile.grad + at + LANES, words, pair, tile.block + lane, by);
     if (t == 19) update.template apply<W>(tile, at + LANES);
 }
 
@@ -95,9 +97,10 @@ INLINE void piece(int t, int half, Pair<double> &p, const uint32_t *words, const
     if (t == 6) p.log2(), p.circle5();
     if (t == 7) p.log3(), p.circle6();
     if (t == 8) p.radius(), p.circle7();
-    if (t == 11) p.turn(w, pair, by);
-    if (t == 12) p.add_to(tile.sum + with, by);
-    if (t == 13) p.write(tile.grad + with);
+    const int64_t block = tile.block + lane + half % 2 * 8;
+    if (t == 11) p.turn(w, pair, by.size);
+    if (t == 12) release(p, false, tile.sum + with, tile.grad + with, w, pair, block, by);
+    if (t == 13) release(p, true, tile.sum + with + LANES, tile.grad + with + LANES, w, pair, block, by);
     if (t == 13 && half % 2 == 1) update.template apply<W>(tile, at), update.template apply<W>(tile, at + LANES);
 }
 
@@ -119,7 +122,7 @@ INLINE void between(int i, Pair<T> (&)[3], const uint32_t *words, const Tile<T> 
     if (STEP < 7 || 3 * i % 5 > 2) return;
     const int pair = 3 * i / 5, at = 2 * pair * LANES + lane;
     ahead<Update>(tile, lane, pair);
-    spend(words, pair, tile.sum + at, tile.grad + at, by);
+    release(words, pair, tile.sum + at, tile.grad + at, tile.block + lane, by);
     update.template apply<W>(tile, at);
     update.template apply<W>(tile, at + LANES);
 }
@@ -176,6 +179,15 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
     out[15] = x15 + s[15];
 }
 
+inline void level_words(const uint32_t *state, int level, int64_t block, uint32_t *words) {
+    alignas(64) uint32_t part[16 * W];
+    Stream stream(state);
+    stream.state[15] += (uint32_t)level << 16;  // of the upper half of the nonce
+    stream.count_from(block - block % W);
+    group<false>(stream, part, nullptr, Tile<float>{}, 0, Amounts<float>{}, NoUpdate());
+    for (int k = 0; k < 16; ++k) words[k] = part[k * W + block % W];
+}
+
 // ---------------------------------------------------------------- many tiles
 
 // n = sum * scale.
@@ -213,6 +225,7 @@ void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t e
         tile.param = fetch(x.param, x.param_type, start, from, to, true, copy[1]);
         tile.first = fetch(x.first, x.first_type, start, from, to, true, copy[2]);
         tile.second = fetch(x.second, x.second_type, start, from, to, true, copy[3]);
+        tile.block = place.tile * LANES;
         if (!noisy) without_noise(tile, by.scale, update);
         for (int lane = 0; noisy && lane < LANES; lane += W, turn ^= 1) {
             const bool last = lane + W == LANES;
@@ -251,7 +264,7 @@ void transform(const uint32_t *words, T *normals) {
             std::copy(w, w + W, part + k * W);
         }
         for (int pair = 0; pair < PAIRS; ++pair) {
-            spend(part, pair, (const T *)(const void *)zeros, normals + 2 * pair * LANES + lane, Amounts<T>{1, 1});
+            normals_of(part, pair, normals + 2 * pair * LANES + lane);
         }
     }
 }

@@ -84,7 +84,7 @@ extern "C" {
 void fastdp_sgd_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,
                      const fastdp_sgd *options) {
     const fastdp::Work work = fastdp::work_of(tensors, count, tiles, noise);
-    const bool wide = (count > 0 && tensors[0].param_type == FASTDP_FLOAT64) || !fastdp::fits_float(*noise);
+    const bool wide = (count > 0 && tensors[0].sum_type == FASTDP_FLOAT64) || !fastdp::fits_float(*noise);
     if (options->momentum != 0) {
         wide ? sgd<double, true>(work, options, noise->threads) : sgd<float, true>(work, options, noise->threads);
     } else {
@@ -96,7 +96,7 @@ void fastdp_adam_step(const fastdp_tensor *tensors, int64_t count, int64_t *tile
                       const fastdp_adam *options) {
     const fastdp::Work work = fastdp::work_of(tensors, count, tiles, noise);
     const bool plain = !options->maximize && (options->decoupled || options->weight_decay == 0);
-    if ((count > 0 && tensors[0].param_type == FASTDP_FLOAT64) || !fastdp::fits_float(*noise)) {
+    if ((count > 0 && tensors[0].sum_type == FASTDP_FLOAT64) || !fastdp::fits_float(*noise)) {
         adam<double, false>(work, options, noise->threads);
     } else if (plain) {
         adam<float, true>(work, options, noise->threads);

@@ -6,7 +6,8 @@ namespace {
 
 template <typename Number>
 struct AdamWOptions {
-    Number std, scale, decay, rest1, beta2, rest2, eps, weight_decay, sign;  // rest: 1 - beta
+    Amounts<Number> draw;
+    Number decay, rest1, beta2, rest2, eps, weight_decay, sign;  // rest: 1 - beta
     int keep_sums;
 };
 
@@ -32,8 +33,10 @@ struct AdamW {
 
     FASTDP_INLINE Element load(int i) const { return {sum[i], param[i], average[i], square[i]}; }
 
-    FASTDP_INLINE void store(int i, const Element &e, Number normal) const {
-        const Number n = fma(o.std, normal, e.sum) * o.scale;  // (sum + std N) scale
+    FASTDP_INLINE Number sum_of(const Element &e) const { return e.sum; }
+    FASTDP_INLINE const Amounts<Number> &amounts() const { return o.draw; }
+
+    FASTDP_INLINE void store(int i, const Element &e, Number n) const {
         if (o.keep_sums) sum[i] = n;
         const Number p = widen(e.param), gradient = fma(o.weight_decay, p, o.sign * n);  // L2, or weight_decay = 0
         const Number m = fma(o.rest1, gradient - widen(e.average), widen(e.average));    // m + (1 - beta1) (g - m)
@@ -79,8 +82,8 @@ extern "C" fastdp_cuda_status fastdp_cuda_noisy_adamw(fastdp_cuda_entry *entries
     return with_types(param_type, state_type, [&](auto *param, auto *state) {
         using Rule = AdamW<std::remove_pointer_t<decltype(param)>, std::remove_pointer_t<decltype(state)>>;
         typename Rule::Options options;
-        round_up(draw->std, options.std);
-        options.scale = draw->scale, options.eps = rule->eps, options.sign = rule->maximize ? -1 : 1;
+        options.draw = amounts_of(draw->std, draw->scale, false, typename Rule::Number());
+        options.eps = rule->eps, options.sign = rule->maximize ? -1 : 1;
         options.rest1 = 1 - rule->beta1, options.beta2 = rule->beta2, options.rest2 = 1 - rule->beta2;
         options.decay = rule->decoupled ? 1 - rule->lr * rule->weight_decay : 1;
         options.weight_decay = rule->decoupled ? 0 : rule->weight_decay;

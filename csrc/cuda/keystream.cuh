@@ -1,6 +1,7 @@
 // Normals from the key stream, as csrc/fastdp.h defines them: ChaCha20 (RFC 8439), then Box & Muller (1958).
 #pragma once
 
+#include "../exact.h"
 #include "common.cuh"
 
 namespace fastdp {
@@ -120,25 +121,60 @@ FASTDP_INLINE void cosine_sine(float h, float &cosine, float &sine) {
     sine = s * h;
 }
 
-// The two normals of a pair of the block's words w, in float: within 7e-7 of the radius of the exact ones.
-FASTDP_INLINE void box_muller(const uint32_t *w, int pair, float &even, float &odd) {
+// Two normals: turned * (cosine, sine). `turned` is the radius with a sign.
+template <typename Number>
+struct Point {
+    Number turned, cosine, sine;
+};
+
+// The point of a pair of the block's words w, in float: its normals are within 7e-7 of the radius of the exact ones.
+FASTDP_INLINE void box_muller(const uint32_t *w, int pair, Point<float> &point) {
     const uint32_t circle = w[6 + pair];
     const float radius = fast_sqrt_normal(minus_two_log(w[pair], low_bits(w, pair)));
-    float cosine, sine;
-    cosine_sine(fmaf(__int2float_rn((int)(circle << 1)), 0x1p-32f, 0x1p-32f), cosine, sine);
-    const float turned = __uint_as_float(__float_as_uint(radius) ^ (circle & 0x80000000u));
-    even = turned * cosine, odd = turned * sine;
+    cosine_sine(fmaf(__int2float_rn((int)(circle << 1)), 0x1p-32f, 0x1p-32f), point.cosine, point.sine);
+    point.turned = __uint_as_float(__float_as_uint(radius) ^ (circle & 0x80000000u));
 }
 
 // The same in double, for float64 data.
-FASTDP_INLINE void box_muller(const uint32_t *w, int pair, double &even, double &odd) {
+FASTDP_INLINE void box_muller(const uint32_t *w, int pair, Point<double> &point) {
     const uint32_t circle = w[6 + pair];
     const double u = fma((double)w[pair], -0x1p-32, fma((double)low_bits(w, pair), -0x1p-53, 1.0));  // 1 - x, exactly
     const double radius = sqrt(-2.0 * log(u));
-    double cosine, sine;
-    sincospi(fma((double)(int)(circle << 1), 0x1p-32, 0x1p-32), &sine, &cosine);
-    const double turned = circle >> 31 ? -radius : radius;
-    even = turned * cosine, odd = turned * sine;
+    sincospi(fma((double)(int)(circle << 1), 0x1p-32, 0x1p-32), &point.sine, &point.cosine);
+    point.turned = circle >> 31 ? -radius : radius;
+}
+
+// ---------------------------------------------------------------- normals to released elements
+
+// What is multiplied, as by csrc/cpu/noise.h: std = size * grid, size in [64, 128); 1 / grid and grid * scale. Without
+// noise the size is 0, and nothing open.
+template <typename Number>
+struct Amounts {
+    Number scale, size, per_grid, grid_scaled;
+    int alone;  // noise without a sum, not rounded to the grid
+};
+
+// A std of more than 24 bits is rounded up for float: noise is never less than asked for.
+template <typename Number>
+Amounts<Number> amounts_of(double std, double scale, bool alone, Number) {
+    int exponent;
+    double mantissa = frexp(std, &exponent);
+    if (sizeof(Number) == 4) mantissa = ceil(mantissa * 0x1p24) * 0x1p-24;
+    const double size = frexp(ldexp(mantissa, exponent), &exponent) * 128;
+    return {(Number)scale, (Number)size, (Number)ldexp(1.0, 7 - exponent), (Number)ldexp(scale, exponent - 7), alone};
+}
+
+// n = grid * round(sum / grid + size * normal) * scale, the sum's multiples of the grid apart. False where it is open to
+// what v is rounded: next to the middle of two whole numbers by 9e-7 of the radius (7e-7, and some for adding and what
+// the angle's 32 bits leave) and 4e-6 (for the 53 bits of the smallest radii), and above a radius of 6.4.
+template <typename Number>
+FASTDP_INLINE bool release(Number turned, Number coordinate, Number sum, const Amounts<Number> &by, Number &n) {
+    const Number grids = sum * by.per_grid, whole = rint(grids), part = grids - whole;
+    const Number v = fma(turned, coordinate, part), near = rint(v), radius = fabs(turned);
+    n = fma(whole + near, by.grid_scaled, (Number)0);  // adding 0 takes the sign off a zero
+    if (by.size == 0) return n = sum * by.scale, true;
+    if (by.alone) return n = turned * coordinate * by.grid_scaled, true;
+    return fabs(v - near) <= fma(radius, (Number)-9e-7, (Number)(0.5 - 4e-6)) && radius <= (Number)6.4 * by.size;
 }
 
 }  // namespace fastdp

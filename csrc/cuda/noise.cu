@@ -4,7 +4,7 @@
 namespace fastdp {
 namespace {
 
-// data = (data + std N) scale; without `keep` data is not read.
+// data = n of the data, or the noise alone without `keep`: then data are not read.
 template <typename T>
 struct Draw {
     using Number = arithmetic<T>;
@@ -19,22 +19,22 @@ struct Draw {
         else narrow(e.value, (Number)0);
         return e;
     }
-    FASTDP_INLINE void store(int i, const Element &e, Number normal) const {
-        narrow(data[i], fma(std, normal, (Number)widen(e.value)) * scale);
-    }
+    FASTDP_INLINE Number sum_of(const Element &e) const { return widen(e.value); }
+    FASTDP_INLINE const Amounts<Number> &amounts() const { return by; }
+    FASTDP_INLINE void store(int i, const Element &, Number n) const { narrow(data[i], n); }
 
     T *data;
-    Number std, scale;
+    const Amounts<Number> &by;
     int keep;
 };
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS, Draw<T>::BLOCKS)
     noise(T *data, int64_t count, int64_t offset, int64_t first_tile, int64_t end_tile, const __grid_constant__ Key key, Nonce nonce,
-          arithmetic<T> std, arithmetic<T> scale, int keep) {
+          const __grid_constant__ Amounts<arithmetic<T>> by, int keep) {
     const int64_t groups = (int64_t)gridDim.x * (THREADS / LANES);
     const int64_t group = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LANES;
-    Draw<T> rule = {data, std, scale, keep};
+    Draw<T> rule = {data, by, keep};
     for (int64_t tile = first_tile + group; tile < end_tile; tile += groups) {
         const int64_t first = tile * TILE - offset + (int)threadIdx.x % LANES;
         rule.data = data + first;
@@ -65,7 +65,10 @@ __global__ void transform(const uint32_t *words, Number *normals, int64_t count)
     for (int k = 0; k < 16; ++k) w[k] = words[k * count + i];
 #pragma unroll
     for (int pair = 0; pair < SLOTS / 2; ++pair) {
-        box_muller(w, pair, normals[2 * pair * count + i], normals[(2 * pair + 1) * count + i]);
+        Point<Number> point;
+        box_muller(w, pair, point);
+        normals[2 * pair * count + i] = point.turned * point.cosine;
+        normals[(2 * pair + 1) * count + i] = point.turned * point.sine;
     }
 }
 
@@ -86,11 +89,9 @@ extern "C" fastdp_cuda_status fastdp_cuda_noise(void *data, int type, int64_t co
     const unsigned blocks = blocks_for(end_tile - first_tile, THREADS / LANES, device, BLOCKS_PER_MULTIPROCESSOR);
     return with_type(type, [&](auto *typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
-        arithmetic<T> std_up;
-        round_up(std, std_up);
         const auto kernel = noise<T>;
         FASTDP_LAUNCH(kernel, blocks, THREADS, (cudaStream_t)stream, (T *)data, count, offset, first_tile, end_tile,
-                      key, nonce_of(step), std_up, (arithmetic<T>)scale, keep);
+                      key, nonce_of(step), amounts_of(std, scale, !keep, arithmetic<T>()), keep);
         return launched("noise");
     });
 }

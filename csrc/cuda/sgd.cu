@@ -6,7 +6,8 @@ namespace {
 
 template <typename Number>
 struct SgdOptions {
-    Number std, scale, lr, momentum, rest, weight_decay, sign;  // rest: 1 - dampening
+    Amounts<Number> draw;
+    Number lr, momentum, rest, weight_decay, sign;  // rest: 1 - dampening
     int keep_sums, nesterov, has_buffer, reads_buffer;
 };
 
@@ -36,8 +37,10 @@ struct Sgd {
         return e;
     }
 
-    FASTDP_INLINE void store(int i, const Element &e, Number normal) const {
-        const Number n = fma(o.std, normal, e.sum) * o.scale;  // (sum + std N) scale
+    FASTDP_INLINE Number sum_of(const Element &e) const { return e.sum; }
+    FASTDP_INLINE const Amounts<Number> &amounts() const { return o.draw; }
+
+    FASTDP_INLINE void store(int i, const Element &e, Number n) const {
         if (o.keep_sums) sum[i] = n;
         const Number p = widen(e.param);
         Number gradient = fma(o.weight_decay, p, o.sign * n);
@@ -72,8 +75,8 @@ extern "C" fastdp_cuda_status fastdp_cuda_noisy_sgd(fastdp_cuda_entry *entries, 
     return with_types(param_type, state_type, [&](auto *param, auto *state) {
         using Rule = Sgd<std::remove_pointer_t<decltype(param)>, std::remove_pointer_t<decltype(state)>>;
         typename Rule::Options options;
-        round_up(draw->std, options.std);
-        options.scale = draw->scale, options.lr = rule->lr, options.momentum = rule->momentum;
+        options.draw = amounts_of(draw->std, draw->scale, false, typename Rule::Number());
+        options.lr = rule->lr, options.momentum = rule->momentum;
         options.rest = 1 - rule->dampening, options.weight_decay = rule->weight_decay;
         options.sign = rule->maximize ? -1 : 1;
         options.keep_sums = draw->keep_sums, options.nesterov = rule->nesterov;

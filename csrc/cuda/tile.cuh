@@ -30,6 +30,46 @@ FASTDP_INLINE Loaded<Rule> load_pair(const Rule &rule, int pair) {
     return {rule.load(2 * pair * LANES), rule.load((2 * pair + 1) * LANES)};
 }
 
+// The elements of this thread whose bit in `open` is set, by more of the key stream's bits. Few: of 12, one in 500.
+template <class Rule>
+static __device__ __noinline__ void settle(Rule rule, const Key &key, Nonce nonce, uint64_t counter, unsigned open) {
+    uint32_t words[16];
+    chacha20_block(key, nonce, counter, words);
+    const auto &by = rule.amounts();
+#pragma unroll 1
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        if (!(open >> slot & 1)) continue;
+        const auto e = rule.load(slot * LANES);
+        const auto sum = rule.sum_of(e), grids = sum * by.per_grid, whole = rint(grids), part = grids - whole;
+        if (!(fabs(part) <= 1)) {  // no number, or one of more than 2^127 grids, of which noise changes no bit
+            rule.store(slot * LANES, e, sum * by.scale);
+            continue;
+        }
+        const int pair = slot / 2;
+        const exact::Bits bits = {words[pair], low_bits(words, pair), words[6 + pair], slot % 2 == 1};
+        const auto more = [&](int level, uint32_t(&of_level)[16]) {
+            Nonce shifted = nonce;
+            shifted.word[1] += (uint32_t)level << 16;
+            chacha20_block(key, shifted, counter, of_level);
+        };
+        const double near = exact::nearest_whole(bits, pair, part, by.size, more);
+        const typename Rule::Number n = fma(whole + (typename Rule::Number)near, by.grid_scaled, (typename Rule::Number)0);
+        rule.store(slot * LANES, e, n);
+    }
+}
+
+// One element: released and stored by the rule, or marked as open.
+template <class Rule>
+FASTDP_INLINE void spend(const Rule &rule, int slot, const Point<typename Rule::Number> &point,
+                         const typename Rule::Element &e, unsigned &open) {
+    typename Rule::Number n;
+    if (release(point.turned, slot % 2 ? point.sine : point.cosine, rule.sum_of(e), rule.amounts(), n)) {
+        rule.store(slot * LANES, e, n);
+    } else {
+        open |= 1u << slot;
+    }
+}
+
 // A tile that lies inside the array: what a pair reads is asked for well before it is needed, two of them before the
 // block is drawn and AHEAD while normals are made: more would not fit into the registers.
 template <class Rule>
@@ -38,16 +78,19 @@ FASTDP_INLINE void whole_tile(const Rule &rule, const Key &key, const Nonce &non
     Loaded<Rule> loaded[PAIRS];
     loaded[0] = load_pair(rule, 0), loaded[1] = load_pair(rule, 1);
     uint32_t words[16];
+    unsigned open = 0;
     chacha20_block(key, nonce, counter, words);
     loaded[2] = load_pair(rule, 2);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
-        typename Rule::Number even, odd;
-        box_muller(words, pair, even, odd);
-        rule.store(2 * pair * LANES, loaded[pair].even, even);
-        rule.store((2 * pair + 1) * LANES, loaded[pair].odd, odd);
+        Point<typename Rule::Number> point;
+        box_muller(words, pair, point);
+        point.turned *= rule.amounts().size;
+        spend(rule, 2 * pair, point, loaded[pair].even, open);
+        spend(rule, 2 * pair + 1, point, loaded[pair].odd, open);
         if (pair + AHEAD < PAIRS) loaded[pair + AHEAD] = load_pair(rule, pair + AHEAD);
     }
+    if (open) settle(rule, key, nonce, counter, open);
 }
 
 // A tile at an end of the array.
@@ -55,14 +98,17 @@ template <class Rule>
 FASTDP_INLINE void part_of_tile(const Rule &rule, const Key &key, const Nonce &nonce, uint64_t counter,
                                 unsigned inside) {
     uint32_t words[16];
+    unsigned open = 0;
     chacha20_block(key, nonce, counter, words);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot += 2) {
-        typename Rule::Number even, odd;
-        box_muller(words, slot / 2, even, odd);
-        if (inside >> slot & 1) rule.store(slot * LANES, rule.load(slot * LANES), even);
-        if (inside >> (slot + 1) & 1) rule.store((slot + 1) * LANES, rule.load((slot + 1) * LANES), odd);
+        Point<typename Rule::Number> point;
+        box_muller(words, slot / 2, point);
+        point.turned *= rule.amounts().size;
+        if (inside >> slot & 1) spend(rule, slot, point, rule.load(slot * LANES), open);
+        if (inside >> (slot + 1) & 1) spend(rule, slot + 1, point, rule.load((slot + 1) * LANES), open);
     }
+    if (open) settle(rule, key, nonce, counter, open);
 }
 
 // One tile of the global grid; `first`: this thread's first element in the arrays of `rule`, of `count` elements.
@@ -77,12 +123,5 @@ FASTDP_INLINE void noisy_tile(const Rule &rule, const Key &key, const Nonce &non
         part_of_tile(rule, key, nonce, counter, elements_inside(first, count));
     }
 }
-
-// A std that is no float is rounded up: noise is never less than asked for.
-inline void round_up(double x, float &to) {
-    to = (float)x;
-    if ((double)to < x) to = nextafterf(to, INFINITY);
-}
-inline void round_up(double x, double &to) { to = x; }
 
 }  // namespace fastdp

@@ -33,8 +33,14 @@ def check_draw(key: Sequence[int], step: int, std: float) -> None:
     words_of(list(key))
     if not 0 <= step < MAX_STEP:
         raise ValueError(f"step must lie in [0, 2^48), not {step}")
-    if not 0 <= std < math.inf:
-        raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
+    if not (std == 0 or 2.0**-500 <= std <= 2.0**500):
+        raise ValueError(f"std must be 0, or lie between 2^-500 and 2^500, not {std!r}")
+
+
+def check_single_std(std: float, dtype: torch.dtype) -> None:
+    """Noise of all types but float64 is computed in float32 on a GPU. Raises ValueError."""
+    if dtype != torch.float64 and std != 0 and not 2.0**-60 <= std <= 2.0**60:
+        raise ValueError(f"std must be 0 or lie between 2^-60 and 2^60 for noise of {dtype} on a GPU, not {std!r}")
 
 
 def check_range(offset: int, count: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_out, check_table_sum, refuse_repetition, rows_of
+from .checks import check_out, check_single_std, check_table_sum, refuse_repetition, rows_of
 from .clip import check as check_clipping
 from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type, sum_type
 from .registry import native_cuda
@@ -63,16 +63,11 @@ def _noise(
     tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int, *, keep: bool
 ) -> Tensor:
     check_out(tensor, key, step, std, offset)
-    _check_std(std, tensor.dtype)
+    check_single_std(std, tensor.dtype)
     pointer, kind, place = tensor.data_ptr(), DTYPES[tensor.dtype], _place(tensor.device)
     _native().noise(pointer, kind, tensor.numel(), offset, list(key), step, std, scale, keep, *place)
     torch.autograd.graph.increment_version(tensor)
     return tensor
-
-
-def _check_std(std: float, dtype: torch.dtype) -> None:
-    if dtype != torch.float64 and std > torch.finfo(torch.float32).max:
-        raise ValueError(f"std must be finite as a float32, which noise of {dtype} is computed in, not {std!r}")
 
 
 # ---------------------------------------------------------------------- noise and step
@@ -88,7 +83,7 @@ def _step(step: Step) -> None:
     groups: dict[tuple[torch.dtype, torch.dtype], array[int]] = {}  # six numbers of each parameter, by type
     for i, ((param, total, *states), offset) in enumerate(step.rows()):
         exact, kind = sum_type(param), states[0].dtype if states else param.dtype
-        _check_std(step.draw.std, param.dtype)
+        check_single_std(step.draw.std, param.dtype)
         if total.dtype != exact:
             raise ValueError(f"sum {i} must be {exact}, not {total.dtype}")
         if kind not in (param.dtype, exact) or any(state.dtype != kind for state in states):

@@ -1,19 +1,26 @@
-"""Gaussian noise from a cryptographic generator, a function of (key, step, global index) alone.
+"""Gaussian noise from a cryptographic generator, a function of (key, step, global index) alone, and its release.
+
+    n = unit * round((sum + std * N(0, 1)) / unit) * scale
+
+N is an ideal normal number, and unit the power of two next below std / 64: n is post-processing of the Gaussian
+mechanism of real numbers, and no bit of it tells more of the sum (docs/privacy.md has the proof). It is computed as if
+by real numbers: float arithmetic decides where its error and the bits that it has not drawn leave no doubt; else more
+bits are drawn, in float64 and in pairs of it (csrc/exact.h). So n has the same bits on every device, instruction set,
+and number of threads and ranks. The unit adds at most 2e-5 to the noise's variance.
+
+`noise_` draws noise alone, in floating point and not rounded to a unit: a sum that it is added to keeps its low bits.
 
 Generator: ChaCha20 (RFC 8439, section 2.3) with a 256-bit key; nonce = step, with a tag of what the stream is
 for; block counter from the element's global index. So noise does not depend on threads, chunks, sharding or
 device, and without the key no draw tells anything about another.
 
-Normals by Box & Muller (1958), two from 85 bits. The radius is sqrt(-2 ln(1 - x)), x one of 2^53 numbers in [0, 1),
-and ends at 8.57: what lies beyond has a probability of 2^-53 a pair (32 bits would end at 6.66). The point on the
-circle is one of 2^32 at equal distances, none of them on an axis: neighbours are 1.5e-9 apart, and a coordinate is
-nowhere nearer to 0 than 7.3e-10 of the radius. Near 0 that is coarser than float32 could be, elsewhere finer.
+Normals by Box & Muller (1958), two from two real numbers, of which the key stream gives the first 53 and 31 bits, and
+32 more of each with every level, a block under the next tag. The radius is sqrt(-2 ln(1 - x)): x below 1 has no end.
 
-On the CPU the compiled kernel csrc/cpu/noise.cpp draws and adds in one pass: for float64 tensors in double with an
-error below 1e-13, for all others in float, each normal within 7e-7 of its pair's radius (root mean square of the
-error 6e-8; over 1e8 normals the mean was off by 3e-12, the variance by 2e-9). A std that is no float is rounded up
-there, by 1.2e-7 of it at most. The same bits on every instruction set. Where the kernel is absent plain PyTorch does
-the same in int64 and float64.
+On the CPU the compiled kernel csrc/cpu/noise.cpp draws and adds in one pass: for float64 sums in double with an error
+below 1e-13, for all others in float, each normal within 7e-7 of its pair's radius. A std of more than float32's 24 bits
+is rounded up there, by 1.2e-7 of it at most. Where the kernel is absent plain PyTorch does the same
+(`fastdp.ops.noise_reference`).
 
 Element i is one of the 12 normals of one block: with tile = i // 768, slot = i % 768 // 64, lane = i % 64 the
 block's counter is 64 * tile + lane. Slots 2p and 2p + 1 are radius * (cos, sin) angle of pair p in 0 .. 5, from words
@@ -21,32 +28,27 @@ w of the block (no bit serves two pairs):
     x = (2^21 w[p] + low) / 2^53; low: the lower 21 bits of w[12 + p] for p < 4; the upper 11 bits of w[12] and above
         them the upper 10 of w[13] for p = 4; the same of w[14] and w[15] for p = 5
     angle = pi (c + 1) / 2^32, c = w[6 + p] shifted left by one, as a signed number of 32 bits; its upper bit, shifted
-        out, turns the point by half a circle
+        out, turns the point by half a circle. The 1 stands for bits not drawn: half of what they can be
+    level l: words 2p and 2p + 1 of the block under the tag DOMAIN + l are the next bits of x and of c / 2
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import math
 import operator
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import MASK, MAX_STEP, check_out, refuse_graph, words_of
+from .checks import MAX_STEP, check_out, refuse_graph, words_of
 from .common import DTYPES
+from .noise_reference import reference_normals, reference_release, rounded
 from .registry import Kernel, cpp, cuda_cpp, define, native, triton
-
-LANES, SLOTS = 64, 12  # blocks of a tile, normals of a block
-TILE = LANES * SLOTS
-DOMAIN = 0x6E6F  # upper 16 bits of the nonce: this use of the key; other uses must take other numbers
-SIGMA = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
-CHUNK = 1 << 11  # tiles the reference draws at once: some 64 MiB of temporaries
 
 
 class Noise:
@@ -79,7 +81,7 @@ class Noise:
         return self.seed is None
 
     def add_scaled_(self, tensor: Tensor, std: float, scale: float, offset: int) -> Tensor:
-        """tensor = (tensor + std * N(0, 1)) * scale, in place, in the tensor's type or better.
+        """tensor = (tensor + std * N(0, 1)) * scale, rounded to a multiple of a 64th of std, in place.
 
         Args: tensor contiguous, float32 or float64, of any shape; offset the global index of its first
         element: ranges of one step must not overlap. Raises TypeError or ValueError on anything else.
@@ -108,10 +110,10 @@ class Noise:
 
 
 def noise_(out: Tensor, std: float, key: bytes | Sequence[int], step: int, offset: int = 0) -> Tensor:
-    """out = std * N(0, 1), in place; returns out.
+    """out = std * N(0, 1), in place; returns out. Noise alone, which no grid hides the low bits of a sum with.
 
-    Args: out contiguous, float32, float64, bfloat16 or float16, any shape and device: drawn in float32 or better,
-    then rounded once; std >= 0, 0 draws nothing; key 32 bytes, or their 8 little-endian words; step in [0, 2^48);
+    Args: out contiguous, float32, float64, bfloat16 or float16, any shape and device: drawn in float32 or better, then
+    rounded once; std >= 0, 0 draws nothing; key 32 bytes, or their 8 little-endian words; step in [0, 2^48);
     offset >= 0 the global index of out's first element. Raises TypeError or ValueError on anything else.
     Source: RFC 8439; Box & Muller 1958, A note on the generation of random normal deviates.
 
@@ -163,7 +165,7 @@ def _noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int =
         out.zero_()
         return
     flat = out.view(-1)
-    for low, high, normal in reference_chunks(flat.numel(), key, step, offset, out.device):
+    for low, high, normal in reference_normals(flat.numel(), key, step, offset, out.device):
         flat[low:high] = rounded(normal.mul_(std), out.dtype)
 
 
@@ -173,9 +175,9 @@ def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], ste
         tensor.mul_(scale)
         return
     flat = tensor.view(-1)
-    for low, high, normal in reference_chunks(flat.numel(), key, step, offset, tensor.device):
-        part = flat[low:high]
-        part.copy_(rounded(normal.mul_(std).add_(part).mul_(scale), tensor.dtype))
+    total = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    for low, high, n in reference_release(total, std, scale, key, step, offset, tensor.dtype):
+        flat[low:high] = n
 
 
 def on_cuda(function: str, returns: bool = True, instead: Kernel | None = None) -> Kernel:
@@ -200,90 +202,3 @@ _add_noise_op = define(
     "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset) -> ()",
     _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False, triton("noise", "add_noise_")),
 )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- reference
-
-
-def reference_noise(
-    count: int,
-    key: bytes,
-    step: int,
-    offset: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """N(0, 1) of the global indices offset .. offset + count - 1 in plain PyTorch on any device: [count]."""
-    out = torch.empty(count, dtype=dtype, device=device)
-    _noise(out, 1.0, words_of(key), step, offset)
-    return out
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float64 x in a type, rounded once (PyTorch goes by way of float32 to the 16-bit types).
-
-    Float32 is rounded to odd first: inexact values get their last bit set, so that no tie arises that was none.
-    """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return x.to(dtype)
-    single = x.float()
-    bits = single.view(torch.int32)
-    moved = torch.where(single.double().abs() < x.abs(), bits + 1, bits - 1)
-    odd = torch.where((single.double() != x) & (bits & 1 == 0), moved, bits)
-    return torch.where(x.isnan(), single, odd.view(torch.float32)).to(dtype)
-
-
-def reference_chunks(
-    count: int, words: Sequence[int], step: int, offset: int, device: torch.device
-) -> Iterator[tuple[int, int, Tensor]]:
-    """(low, high, normals [high - low] float64) of successive ranges of [0, count)."""
-    end = offset + count
-    nonce = (step & MASK, step >> 32 | DOMAIN << 16)
-    for first in range(offset // TILE, -(-end // TILE) if count else 0, CHUNK):
-        last = min(first + CHUNK, -(-end // TILE))
-        counter = torch.arange(first * LANES, last * LANES, device=device)
-        state = torch.empty(16, len(counter), dtype=torch.int64, device=device)
-        for row, word in enumerate((*SIGMA, *words)):
-            state[row] = word
-        state[12], state[13] = counter & MASK, counter >> 32
-        state[14], state[15] = nonce
-        normal = reference_box_muller(reference_chacha20(state))  # [12, tiles * 64]
-        normal = normal.view(SLOTS, -1, LANES).transpose(0, 1).reshape(-1)
-        begin = first * TILE
-        low, high = max(offset, begin), min(end, last * TILE)
-        yield low - offset, high - offset, normal[low - begin : high - begin]
-
-
-def reference_chacha20(state: Tensor) -> Tensor:
-    """The ChaCha20 block function (RFC 8439, 2.3) of n states, [16, n] -> [16, n]; words are int64 below 2^32."""
-    a, b, c, d = state.view(4, 4, -1).unbind()  # rows of the 4 x 4 state; a quarter round of all four columns
-    for _ in range(10):
-        a, b, c, d = _quarter_round(a, b, c, d)
-        b, c, d = b.roll(-1, 0), c.roll(-2, 0), d.roll(-3, 0)  # diagonals become columns
-        a, b, c, d = _quarter_round(a, b, c, d)
-        b, c, d = b.roll(1, 0), c.roll(2, 0), d.roll(3, 0)
-    return torch.cat([a, b, c, d]).add_(state).bitwise_and_(MASK)
-
-
-def _quarter_round(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    for left, right in ((16, 12), (8, 7)):
-        a = (a + b) & MASK
-        d = _rotate_left(d ^ a, left)
-        c = (c + d) & MASK
-        b = _rotate_left(b ^ c, right)
-    return a, b, c, d
-
-
-def _rotate_left(x: Tensor, bits: int) -> Tensor:
-    return (x << bits | x >> (32 - bits)) & MASK
-
-
-def reference_box_muller(words: Tensor) -> Tensor:
-    """Key stream to normals: int64 words [16, n] -> float64 [12, n], of six pairs as the head of this file says."""
-    upper, circle, rest = words.split([6, 6, 4])
-    low = torch.cat([rest & (1 << 21) - 1, rest[0::2] >> 21 | rest[1::2] >> 22 << 11])  # [6, n]
-    radius = (upper << 21 | low).double().mul_(-(2.0**-53)).log1p_().mul_(-2).sqrt_()
-    twice = circle << 1 & MASK
-    angle = (twice - (twice >> 31 << 32) + 1).double() * (math.pi * 2.0**-32)
-    radius = torch.where(circle >> 31 == 1, -radius, radius)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], 1).flatten(0, 1)

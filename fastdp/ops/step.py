@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .checks import words_of
 from .common import DTYPES, sum_type
-from .noise import on_cuda, reference_chunks
+from .noise import on_cuda
+from .noise_reference import reference_release
 from .registry import Operator, cpp, define, native, triton
 from .updates import SGD, Adam, Draw, Step, implementation
 
@@ -30,8 +31,9 @@ def _reference(step: Step) -> None:
         flat, source = grad.view(-1), total.view(-1)
         if std == 0:
             torch.mul(total, scale, out=grad)
-        for low, high, normal in reference_chunks(flat.numel() if std else 0, key, number, offset, total.device):
-            flat[low:high] = normal.mul_(std).add_(source[low:high]).mul_(scale)
+        else:
+            for low, high, n in reference_release(source, std, scale, key, number, offset, total.dtype):
+                flat[low:high] = n
         if keep_grads:
             total.copy_(grad)
         kind = sum_type(param)
@@ -53,7 +55,7 @@ def _row(tensors: Sequence[Tensor], offset: int) -> list[int]:
 
 def _tables(step: Step, rows: Sequence[list[int]]) -> list[list[list[int]]]:
     """The rows of the parameters, those of float64 apart."""
-    each = [(row, param.dtype == torch.float64) for row, param in zip(rows, step.params, strict=True)]
+    each = [(row, total.dtype == torch.float64) for row, total in zip(rows, step.sums, strict=True)]
     return [[row for row, is_double in each if is_double == double] for double in (False, True)]
 
 

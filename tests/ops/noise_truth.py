@@ -6,9 +6,11 @@ import struct
 import torch
 from torch import Tensor
 
-from fastdp.ops import noise
-from fastdp.ops.noise import LANES, SLOTS, noise_
-from fastdp.ops.registry import native
+from fastdp.ops import noise, noise_reference
+from fastdp.ops.checks import MASK
+from fastdp.ops.noise import noise_
+from fastdp.ops.noise_reference import LANES, SLOTS, Grid, reference_noise
+from fastdp.ops.registry import OPERATORS, native
 
 NATIVE = noise.native_status() == "built"
 KEY = bytes(range(32))
@@ -22,24 +24,41 @@ def draw(count: int, key: bytes = KEY, step: int = 0, offset: int = 0, dtype: to
     return noise_(torch.full((count,), math.nan, dtype=dtype), 1.0, key, step, offset)
 
 
+def released(total: Tensor, std: float, scale: float = 1.0, step: int = 0, offset: int = 0) -> Tensor:
+    """unit * round((total + std N) / unit) * scale, by what serves the CPU."""
+    found = total.clone()
+    OPERATORS["add_noise_"](found, std, scale, noise.words_of(KEY), step, offset)
+    return found
+
+
+def nearly_halves(std: float, count: int, step: int, offset: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[count] sums that make half-integers of sum / unit + size * N, up to the bits that a first draw does not have:
+    the key stream's further ones decide to what they are rounded. And the half-integers."""
+    size, unit = Grid.of(std, dtype)
+    v = size * reference_noise(count, KEY, step, offset)
+    large = torch.randint(-999, 999, (count,), generator=torch.Generator().manual_seed(2))
+    halves = v.round() + 0.5 + (large if dtype == torch.float64 else 0)
+    return (unit * (halves - v)).to(dtype), halves
+
+
 def blocks(backend: str, state: list[int]) -> Tensor:
     """64 consecutive blocks, [16, 64] int64."""
     if backend == "C++":
         words = torch.full((16, LANES), 7, dtype=torch.int32)
         given = torch.tensor(state).to(torch.int32)
         native().chacha20_blocks(given.data_ptr(), words.data_ptr())
-        return words.long() & noise.MASK
+        return words.long() & MASK
     states = torch.tensor(state)[:, None].repeat(1, LANES)
     counter = [state[12] + (state[13] << 32) + lane for lane in range(LANES)]
-    states[12] = torch.tensor([c & noise.MASK for c in counter])
-    states[13] = torch.tensor([c >> 32 & noise.MASK for c in counter])
-    return noise.reference_chacha20(states)
+    states[12] = torch.tensor([c & MASK for c in counter])
+    states[13] = torch.tensor([c >> 32 & MASK for c in counter])
+    return noise_reference.reference_chacha20(states)
 
 
 def box_muller(backend: str, words: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """[16, 64] int64 -> [12, 64] float64, computed in dtype by the compiled kernel."""
     if backend == "reference":
-        return noise.reference_box_muller(words)
+        return noise_reference.reference_box_muller(words)
     out = torch.full((SLOTS, LANES), math.nan, dtype=dtype)
     given = words.to(torch.int32).contiguous()
     native().box_muller(given.data_ptr(), out.data_ptr(), noise.DTYPES[dtype])
@@ -105,15 +124,21 @@ def scalar_normal(i: int, key: bytes, step: int) -> float:
     return scalar_pair(scalar_block(state), slot // 2)[slot % 2]
 
 
-def scalar_pair(w: list[int], pair: int) -> tuple[float, float]:
-    """Two normals of a block's words, by libm."""
+def bits_of(w: list[int], pair: int) -> tuple[int, int]:
+    """x in units of 2^-53 and the word of the circle, of a block's words."""
     if pair < 4:
         low = w[12 + pair] % 2**21
     else:
         a, b = w[2 * pair + 4 : 2 * pair + 6]
         low = a // 2**21 + b // 2**22 * 2**11
-    radius = math.sqrt(-2 * math.log1p(-(w[pair] * 2**21 + low) / 2**53))
-    turned, steps = divmod(w[6 + pair], 2**31)
+    return w[pair] * 2**21 + low, w[6 + pair]
+
+
+def scalar_pair(w: list[int], pair: int) -> tuple[float, float]:
+    """Two normals of a block's words, by libm."""
+    x, circle = bits_of(w, pair)
+    radius = math.sqrt(-2 * math.log1p(-x / 2**53))
+    turned, steps = divmod(circle, 2**31)
     signed = steps - 2**31 if steps >= 2**30 else steps
     angle = math.pi * (2 * signed + 1) / 2**32
     return (-1) ** turned * radius * math.cos(angle), (-1) ** turned * radius * math.sin(angle)
@@ -130,11 +155,12 @@ def block_of(high: Tensor, low: Tensor, circle: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- statistics
 
 
-def kolmogorov(x: Tensor) -> float:
-    """sqrt(n) sup |F_n - F|: above 1.95 with probability 0.001."""
-    cdf = torch.special.ndtr(x.sort().values)
-    grid = torch.arange(len(x) + 1, dtype=torch.float64) / len(x)
-    return math.sqrt(len(x)) * float(torch.maximum((grid[1:] - cdf).max(), (cdf - grid[:-1]).max()))
+def kolmogorov(x: Tensor, unit: float = 0.0) -> float:
+    """sqrt(n) sup |F_n - F|, at the ends of units where x is rounded to them: above 1.95 with probability 0.001."""
+    values, counts = x.unique(return_counts=True)
+    cdf, share = torch.special.ndtr(values + unit / 2), counts.cumsum(0) / len(x)
+    below = torch.zeros_like(cdf) if unit else cdf - (share - counts / len(x))
+    return math.sqrt(len(x)) * float(torch.maximum((share - cdf).abs(), below).max())
 
 
 def correlation(a: Tensor, b: Tensor) -> float:

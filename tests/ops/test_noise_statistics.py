@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdp.ops.noise import LANES, SLOTS, TILE
+from fastdp.ops.noise_reference import LANES, SLOTS, TILE
 
-from .noise_truth import correlation, draw, kolmogorov
+from .noise_truth import correlation, draw, kolmogorov, released
 
 COUNT = 1 << 20
 
@@ -21,6 +21,10 @@ def samples() -> Tensor:
 def test_distribution_of_float_noise_is_normal() -> None:
     single = draw(COUNT, offset=54321).double()
     assert kolmogorov(single) < 1.95 and abs(correlation(single[:-64], single[64:])) < 4.5 / math.sqrt(COUNT)
+
+
+def test_distribution_of_what_is_released_is_the_rounded_normal_one() -> None:
+    assert kolmogorov(released(torch.zeros(COUNT), 1.0, offset=54321).double(), 1 / 64) < 1.95
 
 
 def test_distribution_is_normal(samples: Tensor) -> None:

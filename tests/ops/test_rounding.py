@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdp.ops import bounds, conv, conv_norm_sq, embedding_norm_sq, linear_norm_sq, routed_norm_sq
+from fastdp.ops import bounds, conv, conv_norm_sq, embedding_norm_sq, linear_clipped_sum, linear_norm_sq, routed_norm_sq
+from fastdp.ops.common import MARGIN
 from fastdp.ops.geometry import geometry_of
 from fastdp.ops.linear import METHODS, norm_sq_and_bound
 from fastdp.ops.routed import longest_gram
@@ -249,3 +250,15 @@ def test_the_route_of_a_segment_changes_with_its_length() -> None:
     sizes = [*FAMILIES["routed"].shapes.values(), *FAMILIES["routed"].large.values()]
     lengths = [(s / max(experts * batch, 1), longest_gram(i, o)) for s, i, o, experts, batch in sizes]
     assert any(1 < n < limit for n, limit in lengths) and any(n > limit > 0 for n, limit in lengths)
+
+
+@pytest.mark.parametrize(("batch", "t"), [(4096, 1), (64, 256)])
+def test_a_sample_moves_the_float_sum_by_no_more_than_its_share(batch: int, t: int) -> None:
+    """The sum's own rounding, which depends on all samples, is far below what factors leave of the clipping norm."""
+    a, g = (random(batch, t, 256, seed=seed) + 0.3 for seed in (1, 2))
+    c = linear_norm_sq(a, g).rsqrt()
+    whole = linear_clipped_sum(a, g, c).double()
+    for sample in range(0, batch, batch // 8):
+        kept = torch.arange(batch) != sample
+        moved = float((whole - linear_clipped_sum(a[kept], g[kept], c[kept]).double()).norm())
+        assert abs(moved - 1) < MARGIN / 10

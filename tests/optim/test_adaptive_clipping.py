@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp.errors import ClippingError, StepError
 from fastdp.mechanisms import DPFTRL, check_unclipped
-from fastdp.ops.noise import key_of, reference_noise
+from fastdp.ops.noise import key_of
+from fastdp.ops.noise_reference import Grid, reference_noise
 from fastdp.optim.adaptive_clipping import PLACE, Quantile
 from fastdp.schedule import Schedule
 
@@ -52,15 +53,18 @@ class ByHand:
                 total += grad * min(1.0, self.norm / norm)
             self.count += 0.5 if norm <= self.norm else -0.5
 
+    def released(self, total, std, offset):
+        noise = reference_noise(total.numel(), self.key, self.steps, offset).view_as(total)
+        unit = Grid.of(std, torch.float32).unit
+        return ((total + std * noise) / unit).round() * unit
+
     def step(self):
         offset = 0
         with torch.no_grad():
             for p, total in zip(self.model.parameters(), self.sums, strict=True):
-                noise = reference_noise(p.numel(), self.key, self.steps, offset, dtype=torch.float64).view_as(p)
-                p -= 0.5 * (total + OF_GRADIENTS * self.norm * noise) / self.expected
+                p -= 0.5 * self.released(total, OF_GRADIENTS * self.norm, offset) / self.expected
                 offset += p.numel()
-        noise = float(reference_noise(1, self.key, self.steps, PLACE, dtype=torch.float64))
-        share = (self.count + 1.5 * noise) / self.expected + 0.5
+        share = float(self.released(torch.tensor([self.count]), 1.5, PLACE)) / self.expected + 0.5
         self.norm *= math.exp(-0.4 * (share - 0.3))
         self.steps += 1
         self.begin()

@@ -1,0 +1,186 @@
+// The whole number next to p + c z, z a normal of the key stream, where float arithmetic leaves it open.
+//
+// The 53 bits of a pair's x and the 31 of its angle are the first ones of two real numbers; level 1, 2 and 3 of the
+// key stream (see fastdp.h) give 32 more of each. So z is known to lie in an interval, which arithmetic widens by a
+// bound of its error. First in double, without a level; where that leaves the middle of two whole numbers in the
+// interval (one normal in 2 million), all levels by pairs of doubles (Dekker 1971). What is open then has a probability
+// below 2^-80 and becomes NaN.
+// For the CPU and for CUDA.
+#ifndef FASTDP_EXACT_H
+#define FASTDP_EXACT_H
+
+#include <cmath>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define EXACTLY __device__ inline
+#else
+#define EXACTLY inline
+#endif
+
+namespace fastdp {
+namespace exact {
+
+constexpr int LEVELS = 3;
+constexpr double LN2 = 0x1.62e42fefa39efp-1, LN2_REST = 0x1.abc9e3b39803fp-56;
+constexpr double PI = 0x1.921fb54442d18p+1, PI_REST = 0x1.1a62633145c07p-53;
+
+// What is known of a pair: x = (high 2^21 + low + the levels' first words) / 2^53, its point on the circle, and whether
+// the sine is asked for.
+struct Bits {
+    uint32_t high, low, circle;
+    bool odd;
+};
+
+// A sum and a product that the compiler does not join into one rounding.
+#ifdef __CUDA_ARCH__
+EXACTLY double plus(double a, double b) { return __dadd_rn(a, b); }
+EXACTLY double times(double a, double b) { return __dmul_rn(a, b); }
+#else
+EXACTLY double plus(double a, double b) { return a + b; }
+EXACTLY double times(double a, double b) { return a * b; }
+#endif
+
+// ---------------------------------------------------------------- pairs of doubles
+
+struct Two {  // high + low, |low| at most half a unit in the last place of high: 2^-106 of it
+    double high, low;
+    EXACTLY Two(double a = 0, double b = 0) : high(a), low(b) {}
+};
+
+EXACTLY Two in_order(double a, double b) {  // |a| >= |b|, or a = 0
+    const double sum = plus(a, b);
+    return Two(sum, plus(b, -plus(sum, -a)));
+}
+EXACTLY Two sum_of(double a, double b) {
+    const double sum = plus(a, b), other = plus(sum, -a);
+    return Two(sum, plus(plus(a, -plus(sum, -other)), plus(b, -other)));
+}
+EXACTLY Two operator-(Two a) { return Two(-a.high, -a.low); }
+EXACTLY Two operator+(Two a, Two b) {
+    Two high = sum_of(a.high, b.high);
+    const Two low = sum_of(a.low, b.low);
+    high = in_order(high.high, plus(high.low, low.high));
+    return in_order(high.high, plus(high.low, low.low));
+}
+EXACTLY Two operator*(Two a, Two b) {
+    const double product = times(a.high, b.high);
+    const double rest = fma(a.high, b.high, -product);
+    return in_order(product, plus(rest, fma(a.high, b.low, times(a.low, b.high))));
+}
+EXACTLY Two operator/(Two a, Two b) {
+    const double first = a.high / b.high;
+    const Two rest = a + -(b * Two(first));
+    const double second = rest.high / b.high, third = (rest + -(b * Two(second))).high / b.high;
+    return in_order(first, second) + Two(third);
+}
+EXACTLY Two root(Two a) {
+    if (!(a.high > 0)) return Two(0);
+    const double first = sqrt(a.high);
+    const Two rest = a + -(Two(first) * Two(first));
+    return in_order(first, rest.high / (2 * first));
+}
+EXACTLY double root(double a) { return sqrt(a > 0 ? a : 0); }
+
+EXACTLY double first_of(double a) { return a; }
+EXACTLY double first_of(Two a) { return a.high; }
+EXACTLY double rest_of(double) { return 0; }
+EXACTLY double rest_of(Two a) { return a.low; }
+EXACTLY void set(double &to, double a, double) { to = a; }
+EXACTLY void set(Two &to, double a, double b) { to = Two(a, b); }
+
+// ---------------------------------------------------------------- functions
+
+template <class Real>
+struct Accuracy;
+template <>
+struct Accuracy<double> {  // terms of the series below, and a bound of all errors, relative to what is computed
+    static constexpr int LOGARITHM = 10, CIRCLE = 11;
+    static constexpr double ERROR = 0x1p-46;
+};
+template <>
+struct Accuracy<Two> {
+    static constexpr int LOGARITHM = 21, CIRCLE = 17;
+    static constexpr double ERROR = 0x1p-92;
+};
+
+// -2 ln(u 2^-53), u > 0: -2 ln m = -4 atanh((m - 1) / (m + 1)), m in [sqrt(1/2), sqrt(2)]
+template <class Real>
+EXACTLY Real minus_two_log(Real u) {
+    int exponent;
+    double m = frexp(first_of(u), &exponent);
+    if (m < 0.7071067811865476) m *= 2, exponent -= 1;
+    const double power = ldexp(1.0, -exponent);
+    Real mantissa, ln2;
+    set(mantissa, m, rest_of(u) * power), set(ln2, LN2, LN2_REST);
+    const Real t = (mantissa + Real(-1)) / (mantissa + Real(1)), square = t * t;
+    Real series = Real(0);
+    for (int k = Accuracy<Real>::LOGARITHM; k-- > 0;) series = series * square + Real(1) / Real(2 * k + 1);
+    return ln2 * Real(-2.0 * (exponent - 53)) + t * series * Real(-4);
+}
+
+// cos(pi y) or sin(pi y), |y| <= 1/2, by their series
+template <class Real>
+EXACTLY Real circle(Real y, bool sine) {
+    Real pi;
+    set(pi, PI, PI_REST);
+    const Real x = pi * y, square = x * x;
+    Real series = Real(1);
+    for (int k = Accuracy<Real>::CIRCLE; k > 0; --k) {
+        const double below = sine ? 2.0 * k * (2 * k + 1) : (2.0 * k - 1) * (2 * k);
+        series = Real(1) + square * series / Real(-below);
+    }
+    return sine ? x * series : series;
+}
+
+// ---------------------------------------------------------------- the nearest whole number
+
+EXACTLY Two join(Two a, double b) { return a + Two(b); }
+EXACTLY double join(double a, double b) { return a + b; }
+
+// With the first `levels` words of x and of the circle. NaN where a half-integer may lie between.
+template <class Real>
+EXACTLY double attempt(const Bits &bits, const uint32_t *x, const uint32_t *around, int levels, double part,
+                       double size) {
+    constexpr double ERROR = Accuracy<Real>::ERROR;
+    const double finest = ldexp(1.0, -32 * levels);  // of a bit of x: in units of 2^-53
+    Real u = Real((double)((1ull << 53) - ((uint64_t)bits.high << 21 | bits.low)));
+    Real y = Real((double)(int32_t)(bits.circle << 1) * 0x1p-32);
+    for (int level = 0; level < levels; ++level) {
+        u = join(u, -ldexp((double)x[level], -32 * (level + 1)));
+        y = join(y, ldexp((double)around[level], -31 - 32 * (level + 1)));
+    }
+    const Real log = minus_two_log(u), radius = root(log);
+    Real turned = radius;
+    if (bits.circle >> 31) turned = -radius;
+    const Real v = turned * circle(y, bits.odd) * Real(size) + Real(part);
+    // how far off `log` may be: by arithmetic, and as x may be greater by one of its finest bits
+    const double r = first_of(radius);
+    const double log_off = ERROR * (first_of(log) + 1) + 2.0000001 * finest / (first_of(u) - finest);
+    const double radius_off = 2 * log_off / (r + sqrt(log_off));
+    const double off = 1.0000001 * size * (radius_off + r * (ERROR + 7 * finest * 0x1p-32)) + ERROR;
+    double whole = nearbyint(first_of(v));
+    const double above = first_of(v) - whole, beyond = (fabs(above) - 0.5) + (above < 0 ? -rest_of(v) : rest_of(v));
+    if (beyond > 0) whole += above < 0 ? -1 : 1;
+    return fabs(beyond) > off ? whole : NAN;
+}
+
+// part + size z, rounded to a whole number. |part| <= 1/2, 64 <= size < 128. pair: of the block; more(level, words)
+// writes the block of a level of the key stream.
+template <class More>
+EXACTLY double nearest_whole(const Bits &bits, int pair, double part, double size, const More &more) {
+    uint32_t x[LEVELS], around[LEVELS], words[16];
+    const double found = attempt<double>(bits, x, around, 0, part, size);
+    if (found == found) return found;
+    for (int level = 0; level < LEVELS; ++level) {
+        more(level + 1, words);
+        x[level] = words[2 * pair], around[level] = words[2 * pair + 1];
+    }
+    return attempt<Two>(bits, x, around, LEVELS, part, size);
+}
+
+}  // namespace exact
+}  // namespace fastdp
+
+#undef EXACTLY
+#endif
