@@ -38,6 +38,7 @@ class Release(NamedTuple):
     std: float
     scale: float
     parts: dict[int, Box] = {}  # of sharded parameters: what of them the sums are
+    public: dict[int, Tensor] = {}  # gradients without noise, added to what is released: in the sum they would round it
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The private gradient of a parameter, in its type; None if it is not tracked."""
@@ -47,6 +48,8 @@ class Release(NamedTuple):
         part, offset = self.parts.get(id(parameter)), self.offsets[id(parameter)]
         start = offset if part is None else offset - part.first
         noisy = add_noise_(self.noise, total, self.std, self.scale, start, part)
+        if (more := self.public.get(id(parameter))) is not None:
+            noisy.add_(more)
         noisy = noisy if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
         return noisy if part is None else placed_like(noisy, parameter)
 

@@ -21,6 +21,8 @@ from .fused_update import Release
 def updated(kind: str, optimizer: Any, release: Release) -> bool:
     """Update the parameters, if the fused operators can: False, and nothing was done, if not."""
     tables = optimizer.__dict__.setdefault("_step_tables", {})
+    if release.public:
+        return False
     if not release.parts:
         if not fused_update.can_fuse(kind, optimizer.param_groups, optimizer.state, tables):
             return False

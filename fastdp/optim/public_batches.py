@@ -102,12 +102,8 @@ class PublicBatches:
             raise StepError(_WRITTEN)
 
     def release(self) -> Release:
-        """As `PrivateStep.release`, with the public gradients in what is made of the sums."""
-        release = self._privacy.release()
-        for key, gradient in self._taken.items():
-            if (total := release.sums.get(key)) is not None:
-                total.add_(gradient.to(total.dtype), alpha=1 / release.scale)
-        return release
+        """As `PrivateStep.release`, with the public gradients beside the sums."""
+        return self._privacy.release()._replace(public=self._taken)
 
 
 def _any(gradient: Tensor) -> Tensor:
