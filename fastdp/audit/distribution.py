@@ -12,7 +12,7 @@ from .finding import Finding, Result, audit_test
 from .later_steps import gain
 from .measure import Probe
 from .noise_record import Record, draws, recorded, settings
-from .normality import LEVEL, groups, shape, worst
+from .normality import GRID, LEVEL, groups, shape, worst
 from .reference_samples import ordinary_norm, taken_or_not, weak
 from .statistics import deviation, scale_interval
 from .trainable import Array, Batch, Lacking, count, pick
@@ -185,12 +185,17 @@ def _blocks(probe: Probe) -> list[tuple[str, slice]]:
 
 
 def _coarse(probe: Probe, noise: Array, std: float) -> float:
-    """Share of neighbouring values that coincide; 0 where the parameters' own rounding hides it."""
+    """Share of neighbouring values that coincide; 0 where the parameters' own rounding hides it, or all lie on one grid
+    that is fine enough."""
     after = np.abs(probe.start).max() + 4 * std
     if probe.precision * after > 1e-6 * std or noise.size < 200:
         return 0.0
-    values = np.sort(noise.ravel()[:MOST] / std)
-    return float(np.mean(np.diff(values) < 2e-6))
+    gaps = np.diff(np.sort(noise.ravel()[:MOST] / std))
+    apart = gaps[gaps > 1e-4]
+    steps = apart / apart.min(initial=1.0)
+    if 0.4 * GRID < apart.min(initial=1.0) < 1.1 * GRID and np.abs(steps - steps.round()).max() < 0.1:
+        return 0.0
+    return float(np.mean(gaps < 2e-6))
 
 
 @audit_test

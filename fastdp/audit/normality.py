@@ -18,7 +18,8 @@ from .trainable import Array
 
 LEVEL = 2e-6
 TAILS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
-MIDDLE = 0.01  # values nearer to 0 are those that got no noise
+MIDDLE = 0.02  # values nearer to 0 are those that got no noise
+GRID = 1 / 64  # noise may be rounded to multiples of this, or of less: a grid that no data moves tells nothing
 PAIRS = 1024  # coordinates, or steps, of which every pair is compared
 LAGS = 130
 
@@ -36,8 +37,8 @@ def worst(doubts: Iterable[Doubt]) -> Doubt:
 
 
 def shape(z: Array) -> Iterator[Doubt]:
-    """All draws together: the distribution function, moments, tails, and values without noise."""
-    values, n = z.ravel(), z.size
+    """All draws together: the distribution function, moments, tails, and values without noise; blurred by a grid."""
+    values, n = z.ravel() + np.random.default_rng(0).uniform(-GRID, GRID, z.size), z.size
     if n >= 100:
         yield Doubt(float(stats.kstest(values, "norm").pvalue), "their distribution function is not the normal one")
     if n >= 2000:

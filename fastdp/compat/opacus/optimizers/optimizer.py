@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ....distributed.shards import Part
 from ....ops.clip import clip_factors
+from ....ops.noise import noise_
 from ....optim.checkpoint import warn_of_others
 from ..grad_sample import samples
 from ..grad_sample.grad_sample_module import owners_of
@@ -35,7 +36,7 @@ def _generate_noise(std: float, reference: Tensor, generator: Any = None, secure
     kind = torch.promote_types(reference.dtype, torch.float32)
     noise, source = torch.zeros(reference.shape, dtype=kind, device=reference.device), StepNoise(secure_mode)
     source.begin(generator)
-    return source.add_(noise, float(std)).to(reference.dtype)
+    return noise_(noise, float(std), source.source.key, source.source.step).to(reference.dtype)
 
 
 class DPOptimizer(theirs.DPOptimizer):  # type: ignore[misc]
