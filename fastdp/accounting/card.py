@@ -24,7 +24,7 @@ NOT_COVERED = (
     "What was fitted to the records before training: means and scales, imputed values, chosen features, a vocabulary.",
     "Facts about a person that others' records, or the population, show.",
     "Other releases from the same records: budgets add up.",
-    "The random numbers are floating-point Gaussians: attacks on their lowest bits are not addressed.",
+    "How clipped sums of float32 are rounded, which depends on all records, and the time that steps take.",
 )
 
 

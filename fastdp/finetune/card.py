@@ -27,7 +27,7 @@ NOT_COVERED = (
     "The data that the pre-trained weights and the tokenizer were made from.",
     "Facts about a person that others' records, or the population, show.",
     "Other releases from the same records, other runs of this command among them: budgets add up.",
-    "The random numbers are floating-point Gaussians: attacks on their lowest bits are not addressed.",
+    "How clipped sums of float32 are rounded, which depends on all records, and the time that steps take.",
 )
 
 
