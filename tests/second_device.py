@@ -227,6 +227,45 @@ def check_spread(first: str, second: str, make: str, **options: Any) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
 
 
+def check_verify() -> None:
+    """The check of a model on two devices, whose gradients meet on one."""
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1].to("stub:1"), reduction="none")
+
+    ids, labels = torch.randint(0, 11, (6, 4)), torch.randint(0, 5, (6,))
+    assert fastdp.verify(Spread("stub:0", "stub:1"), losses, (ids, labels)).ok
+
+
+def check_recorded() -> None:
+    try:
+        fastdp.DPSGD(Spread("stub:0", "cpu"), lr=0.1, noise_multiplier=0.0, expected_batch_size=6, graphed=True)
+    except fastdp.errors.GraphError as refused:
+        assert "one device alone" in str(refused)
+    else:
+        raise AssertionError("steps of two devices are recorded")
+
+
+def check_dispatched() -> None:
+    """accelerate's device map: the norms are those of the model on the CPU."""
+    try:
+        import accelerate
+    except ImportError as why:
+        raise Unsupported(str(why)) from why
+    found = []
+    for places in (None, {"0": "stub:0", "1": "stub:0", "2": "stub:1"}):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        x = torch.randn(6, 8)
+        if places is not None:
+            model = accelerate.dispatch_model(model, places, main_device="stub:0")
+            assert {str(p.device) for p in model.parameters()} == {"stub:0", "stub:1"}
+        engine = fastdp.PerSampleGradients(model)
+        model(x.to("cpu" if places is None else "stub:0")).square().sum(1).mean().backward()
+        found.append(engine.norms().cpu())
+    torch.testing.assert_close(*found)
+
+
 def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for name in cases.CASES:
         yield name, lambda name=name: check_case(name)
@@ -243,6 +282,9 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "noise under capture", lambda: check_capture("stub:1")
     for loss_fn in (scaled, shifted):
         yield f"numbers beside, {loss_fn.__name__}", lambda loss_fn=loss_fn: check_beside(loss_fn, "stub:1")
+    yield "verify of a model on two devices", check_verify
+    yield "recorded steps of a model on two devices", check_recorded
+    yield "a device map", check_dispatched
     for first, second in PLACES:
         for make, options in (
             ("DPSGD", {"noise_multiplier": 0.0}),

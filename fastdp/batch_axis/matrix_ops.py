@@ -185,7 +185,8 @@ def _attention(call: Call) -> Tags:
 def _apart_in_attention(call: Call) -> Layout | None:
     """The result's layout, where queries, keys, values and mask have the samples in one dimension before those that are
     combined: whatever they hold, no sample meets another. None where that cannot be told from shapes."""
-    known = call.inputs()
+    if not (known := call.inputs()):
+        return None  # of what is known of no sample
     places = {layout.dim - tensor.dim() for tensor, layout in known}
     place, first = max(places), known[0][1]
     grouped = bool(call.kwargs.get("enable_gqa")) and place == -3  # rows of keys then serve several of queries

@@ -39,6 +39,16 @@ def collectives_so_far(group: Any) -> int | None:
         return None
 
 
+def groups_here(*known: Any) -> dict[str, Any]:
+    """All process groups of this process, by a name; a torch that does not say: those that are known."""
+    from torch.distributed import distributed_c10d
+
+    found = getattr(getattr(distributed_c10d, "_world", None), "pg_names", None)
+    if found is None:
+        return {str(number): group for number, group in enumerate(known)}
+    return {name: group for group, name in found.items()}
+
+
 def wrapper_around(model: nn.Module) -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running, if it holds this model.
 
@@ -73,6 +83,15 @@ def timeout_of(group: Any) -> timedelta | None:
 def lies_here(whole: Any) -> Tensor:
     """The local tensor of a DTensor, out of autograd's sight; a collective that makes it may be on its way."""
     return whole._local_tensor  # type: ignore[no-any-return]
+
+
+def dispatches_attention() -> bool:
+    """Whether attention of DTensors goes by a ring of processes: context parallelism has switched that on."""
+    if "torch.distributed.tensor.experimental._attention" not in sys.modules:
+        return False  # nobody has
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    handlers = getattr(getattr(kind, "_op_dispatcher", None), "_custom_op_handlers", {})
+    return any("scaled_dot_product" in str(operation) for operation in handlers)
 
 
 # ---------------------------------------------------------------------- fully_shard

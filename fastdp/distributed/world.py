@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import errors
 from ..errors import FastDPError, StepError
-from .private_names import collectives_so_far, timeout_of
+from .private_names import collectives_so_far, groups_here, timeout_of
 from .reduce import Reduction
 
 TEXT = 2048  # bytes of what a process says in words
@@ -142,8 +142,8 @@ class Ranks(World):
         self._over = ""  # why this optimizer makes no more steps
         self._sent: list[Any] = []  # messages that nobody may have heard yet
         self.heard: Callable[[], None] = lambda: None  # told of an error that all raise, or most
-        self._begun: tuple[int | None, ...] | None = None
-        self._own: tuple[int, ...] = (0, 0)  # collectives that were not counted
+        self._begun: dict[str, int] | None = None
+        self._own: dict[str, int] = {}  # collectives that were not counted, by group
 
     def check(self) -> None:
         if self._over:
@@ -278,8 +278,8 @@ class Ranks(World):
         try:
             yield
         finally:  # where one lies within another, the inner one's are counted once
-            own = zip(self._own, before, self._collectives(), strict=True)
-            self._own = tuple(known if was is None or now is None else known + now - was for known, was, now in own)
+            for name, now in self._collectives().items():
+                self._own[name] = self._own.get(name, 0) + now - before.get(name, now)
 
     def begins(self) -> None:
         if self._begun is None:
@@ -287,12 +287,24 @@ class Ranks(World):
 
     def communicated(self) -> bool:
         before, self._begun = self._begun, None
-        return before is not None and before != self._collectives()
+        now = {} if before is None else self._collectives()
+        return before is not None and any(now.get(name, count) != count for name, count in before.items())
 
-    def _collectives(self) -> tuple[int | None, ...]:
-        """Those of the model's parts and of sums left out, and all of a group that shares a model's layers."""
-        now = [None if group is self.split else collectives_so_far(group) for group in (self._of, self.group)]
-        return tuple(None if n is None else n - own for n, own in zip(now, self._own, strict=True))
+    def _collectives(self) -> dict[str, int]:
+        """By group. Those of the model's parts and of sums left out, and all of a group that shares a model's layers,
+        or carries these messages."""
+        counts = {
+            name: collectives_so_far(group)
+            for name, group in groups_here(self._of, self.group).items()
+            if group is not self._control and not self._shares_layers(group)
+        }
+        return {name: count - self._own.get(name, 0) for name, count in counts.items() if count is not None}
+
+    def _shares_layers(self, group: Any) -> bool:
+        """Of meshes that are equal torch may take any: another group of the same processes is that one, too."""
+        if self.split is None or group is self.split or group is self._of or group is self.group:
+            return group is self.split
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.split)
 
 
 def world_of(process_group: Any = None, mesh: Any = None, sharded_on: Sequence[Any] = ()) -> World:

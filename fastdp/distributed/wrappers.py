@@ -26,6 +26,12 @@ from .world import HERE, World, is_told, processes, world_of
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # which names DistributedDataParallel, when it is made, asks a module for
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
+_STAGES = "torch.distributed.pipelining.stage"
+_PIPELINE = (
+    "the model is a stage of a pipeline (PipelineStage), or has one within it: a backward there has a part of each "
+    "sample's gradient, and every norm is too small. Pipeline parallelism is not supported yet: use fully_shard or "
+    "tensor parallelism; in one process, call the stages one after another in the forward of one model."
+)
 _INSTEAD = (
     "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), fully_shard it, or "
     "split its layers (parallelize_module)."
@@ -149,6 +155,9 @@ class Replica:
         Raises ParameterError if that wrapper is refused.
         """
         _check_attention(self.world)
+        if self.world.size > 1 and f"{_EXPERIMENTAL}._attention" in sys.modules:
+            _check_hooks(self.module)  # which may have come since
+        _check_stage_runs()
         self._check_dealt()
         if self.shards is not None:
             self.shards.begins()
@@ -232,6 +241,7 @@ def world_for(model: nn.Module, process_group: Any, mesh: Any) -> World:
 
 def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
     """Refuse by name what holds a part of a model in a way that is not known to be exact."""
+    _check_stages(model)
     if world.size == 1 and not sharded:
         return
     old = _types("torch.distributed.fsdp", "FullyShardedDataParallel")
@@ -247,6 +257,17 @@ def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
                 "SyncBatchNorm normalizes each sample by the samples of all processes: use a norm of each sample alone "
                 "(fastdp.make_compatible puts GroupNorm in its place)"
             )
+        if isinstance(module, engine):
+            raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
+    _check_hooks(model)
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raises ParameterError if a module's data is cut along the samples' own length."""
+    for module in model.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if any(where.startswith(_EXPERIMENTAL) for hook in hooks for where in origins(hook)):
             raise ParameterError(
@@ -254,25 +275,26 @@ def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
                 "part of each sample, and every norm is too small. It is not supported yet: give each process whole "
                 "samples."
             )
-        if isinstance(module, engine):
-            raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
-    stages = _types("torch.distributed.pipelining.stage", "_PipelineStageBase")
-    if stages and any(_holds_stage(holder, model, stages) for holder in gc.get_referrers(model)):
-        raise ParameterError(
-            "the model is a stage of a pipeline (PipelineStage): this process has a part of each sample's gradient, "
-            "and every norm is too small. Pipeline parallelism is not supported yet: use fully_shard or tensor "
-            "parallelism."
-        )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
 
 
-def _holds_stage(holder: Any, model: nn.Module, stages: tuple[Any, ...]) -> bool:
-    """Whether this object, or the names of one, are of a pipeline's stage with this model."""
-    return isinstance(holder, stages) or (
-        isinstance(holder, dict) and holder.get("submod") is model and "stage_index" in holder
-    )
+def _check_stages(model: nn.Module) -> None:
+    """Raises ParameterError if a pipeline's stage holds parameters of this model: itself, modules of it, or a model
+    that was traced into stages. Nothing of a model knows its stages, so all objects are looked at."""
+    stages = _types(_STAGES, "_PipelineStageBase")
+    own = {id(parameter) for parameter in model.parameters()} if stages else set[int]()
+    for found in [each for each in gc.get_objects() if isinstance(each, stages)] if stages else []:
+        module = getattr(found, "submod", None)
+        if isinstance(module, nn.Module) and any(id(parameter) in own for parameter in module.parameters()):
+            raise ParameterError(_PIPELINE)
+
+
+def _check_stage_runs() -> None:
+    """Raises ParameterError if it is a pipeline's stage that calls the model, or a module of it."""
+    caller = sys._getframe(1) if _STAGES in sys.modules else None
+    while caller is not None:
+        if caller.f_globals.get("__name__") == _STAGES:
+            raise ParameterError(_PIPELINE)
+        caller = caller.f_back
 
 
 def check_samples(world: World) -> None:
@@ -282,19 +304,22 @@ def check_samples(world: World) -> None:
     if world.communicated():
         raise StepError(
             "a collective of torch.distributed ran between the begin of a forward and the end of its backward (a loss "
-            "over the samples of all ranks, perhaps, or a metric): what samples of other ranks do to this rank's "
-            "gradients is not bounded by clipping. Communicate before a forward or after its backward (evaluate under "
-            "torch.no_grad()), and use a loss of each sample alone."
+            "over the samples of all ranks, perhaps, or a metric, or async_save in a thread): what samples of other "
+            "ranks do to this rank's gradients is not bounded by clipping. Communicate before a forward or after its "
+            "backward (evaluate under torch.no_grad(); checkpoint by dcp.save), and use a loss of each sample alone."
         )
     _check_attention(world)
 
 
 def _check_attention(world: World) -> None:
-    if world.size > 1 and type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
+    if world.size == 1:
+        return
+    replaced = type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention)
+    if replaced or names.dispatches_attention():
         raise StepError(
-            "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a "
-            "process then has a part of each sample, and every norm is too small. Context parallelism is not supported "
-            "yet: give each process whole samples."
+            "torch.nn.functional.scaled_dot_product_attention, or that of DTensors, was replaced, as context "
+            "parallelism does: a process then has a part of each sample, and every norm is too small. Context "
+            "parallelism is not supported yet: give each process whole samples."
         )
 
 

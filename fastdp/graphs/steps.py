@@ -275,7 +275,13 @@ class StepProgram:
 
 def device_of_model(engine: PerSampleGradients) -> torch.device:
     """Where the model lies. Raises GraphError for devices whose steps are not replayed."""
-    found = next((p.device for p in engine.parameters()), torch.device("cpu"))
+    devices = list(dict.fromkeys(p.device for p in engine.parameters())) or [torch.device("cpu")]
+    if len(devices) > 1:
+        raise GraphError(
+            f"the model lies on {', '.join(map(str, devices))}: steps are recorded on one device alone. Leave the "
+            "recording out (graphed), or put the model on one device."
+        )
+    found = devices[0]
     if found.type not in REPLAYED:
         raise GraphError(f"the model lies on {found}: steps are recorded on the CPU and on CUDA")
     return found

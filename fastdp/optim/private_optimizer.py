@@ -73,6 +73,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if early and len(privacy.pending()) > len(early) and privacy.pending()[0] == early[0]:
                 raise StepError(loop_checks.BEFORE_CLOSURE)
         source = self._public or privacy
+        if not privacy.busy:  # a backward through what stands in the parameters' place is not seen
+            check_parameters(self._params(), privacy.engine)
         self._stepped = source.ready()
         if not self._stepped:
             return loss

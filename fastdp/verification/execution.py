@@ -68,6 +68,7 @@ class Runs:
         finally:
             engine.detach()
         self.named = {name: p for name, p in model.named_parameters() if name in chosen}
+        self._place = next(iter(self.named.values())).device  # where gradients meet, of a model on several devices
 
     # ------------------------------------------------------------------ one run
 
@@ -148,10 +149,10 @@ class Runs:
                 norms = engine.norms()
                 if len(norms) != records.samples:
                     raise Miscounted(len(norms), records.samples)
-                rows = {name: g.double() for name, g in engine.materialize().items()}
+                rows = {name: self._here(g) for name, g in engine.materialize().items()}
                 factors = (norms.median() / norms.clamp(min=1e-30)).clamp(max=1.0)
                 sums = engine.clipped_sum(factors)
-                return Found(norms.double(), factors.double(), {n: s.double() for n, s in sums.items()}, rows)
+                return Found(self._here(norms), self._here(factors), {n: self._here(s) for n, s in sums.items()}, rows)
         finally:
             engine.detach()
 
@@ -165,13 +166,16 @@ class Runs:
             with _others_grads(loss):
                 loss.backward()  # type: ignore[no-untyped-call]
                 found = {
-                    name: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
+                    name: self._here(torch.zeros_like(p) if p.grad is None else p.grad)
                     for name, p in self.named.items()
                 }
                 for p in self.model.parameters():
                     p.grad = None
         self.moved += [name for name in self._kept.changed() if name not in self.moved]
         return found
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._place, torch.float64)
 
     def _attached(self, samples: int) -> PerSampleGradients:
         options = dict(self.options)

@@ -235,14 +235,16 @@ def persons_apart(rank: int, world: int) -> None:
 
 
 def collectives_within(rank: int, world: int) -> None:
-    """A loss that takes other ranks' outputs as constants is refused, and so is a replaced attention."""
-    model = build()
-    optimizer = adamw(DDP(model))
-    with pytest.raises(StepError, match="a collective of torch.distributed"):
-        loss = loss_of(model, batch(rank, 3))
-        dist.all_reduce(torch.ones(1))
-        loss.backward()
-    optimizer.detach()
+    """A loss that takes other ranks' outputs as constants is refused, by whatever group it got them, and so is a
+    replaced attention."""
+    for group in (None, dist.new_group()):
+        model = build()
+        optimizer = adamw(DDP(model))
+        with pytest.raises(StepError, match="a collective of torch.distributed"):
+            loss = loss_of(model, batch(rank, 3))
+            dist.all_reduce(torch.ones(1), group=group)
+            loss.backward()
+        optimizer.detach()
     optimizer = adamw(DDP(build()))
     model = optimizer._privacy.replica.wrapper
     for step in range(3):  # metrics between steps are fine, after a forward that had no backward too

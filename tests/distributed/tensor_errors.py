@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, SplitPoint, pipeline
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import _attention
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -153,6 +153,72 @@ def refused_when_made(rank: int, world: int) -> None:
         adamw(copy, mesh=alone["dp"])
 
 
+class ByHand(nn.Module):
+    """Attention of DTensors that the forward itself makes of its tensors."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.inner, self.mesh = nn.Linear(6, 6), mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).view(3, 4, 2, 3).transpose(1, 2)
+        whole = DTensor.from_local(heads, self.mesh, [Shard(2)], run_check=False)
+        return F.scaled_dot_product_attention(whole, whole, whole).to_local().transpose(1, 2).reshape(3, 4, 6)
+
+
+def refused_pipelines(rank: int, world: int) -> None:
+    """Whatever the optimizer is given of a model that is cut into stages, and whether it came first or they."""
+    alone, x, here = [dist.new_group([each]) for each in range(world)][rank], torch.ones(4, 6), torch.device("cpu")
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 3)))
+
+    traced, cut, outer = layers(), layers(), layers()
+    kept = [  # a model's own modules, the model that was traced, a module of the stage
+        pipeline(traced, mb_args=(x[:2],), split_spec={"1": SplitPoint.BEGINNING}).build_stage(rank % 2, here),
+        PipelineStage(cut[1], rank, world, here),
+        PipelineStage(outer, rank, world, here),
+    ]
+    for model in (traced, cut, outer[1]):
+        with pytest.raises(ParameterError, match="Pipeline parallelism"):
+            adamw(model)
+    assert len(kept) == 3
+    for several in (True, False):  # both stages run in one process, each with a backward of its own
+        with contextlib.nullcontext() if several else single():
+            model = layers()
+            optimizer = adamw(model)
+            stages = [PipelineStage(model[k], k, 2, here, group=alone) for k in range(2)]
+            schedule = ScheduleInterleaved1F1B(list(stages), 2, loss_fn=F.cross_entropy)
+            with pytest.raises(ParameterError, match="Pipeline parallelism"):
+                schedule.step(x, target=torch.zeros(4, dtype=torch.long))
+            optimizer.detach()
+
+
+def context_parallel_comes_later(rank: int, world: int) -> None:
+    """Its hooks, or its way of attention, were put in place once the optimizer was made."""
+    style: Any = getattr(_attention, "_ContextParallel", None)
+    if style is None:  # torch 2.9 has none
+        return
+    for kind in style.AttentionType:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+        optimizer = adamw(model)
+        parallelize_module(model, tensor_mesh()["tp"], {"1": style(2, kind)})
+        with pytest.raises(ParameterError, match="context parallelism"):
+            model(torch.ones(2, 4))
+        optimizer.detach()
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = adamw(model)
+    _attention._enable_context_parallel_dispatcher()
+    try:
+        with pytest.raises(StepError, match="context parallelism"):
+            model(torch.ones(2, 4))
+    finally:
+        _attention._disable_context_parallel_dispatcher()
+    optimizer.detach()
+    refused(ByHand(tensor_mesh()["tp"]), torch.randn(3, 4, 6), SampleMixingError, "combines the samples")
+
+
 def refused(model: nn.Module, given: Any, kind: type, match: str, step: bool = False) -> None:
     """One backward (or step) of a new optimizer raises this error on every rank."""
     optimizer = adamw(model)
@@ -252,5 +318,8 @@ def refused_by_sums(rank: int, world: int) -> None:
 
 OTHERS: dict[str, Any] = {
     function.__name__: function
-    for function in (same_noise, records, refused_when_made, refused_in_a_forward, refused_by_sums)
-}
+    for function in (
+        same_noise, records, refused_when_made, refused_in_a_forward, refused_by_sums, refused_pipelines,
+        context_parallel_comes_later,
+    )
+}  # fmt: skip

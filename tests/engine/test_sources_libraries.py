@@ -92,10 +92,15 @@ def test_hooks_that_move_modules() -> None:
 
 
 def test_offloaded_parameters() -> None:
-    """Trainable ones are refused; a frozen base may be offloaded."""
+    """Trainable ones are refused, before and after the optimizer was made; a frozen base may be offloaded."""
     accelerate = pytest.importorskip("accelerate")
     model = mlp()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=B)
     accelerate.cpu_offload(model, torch.device("cpu"))
+    square(model, torch.ones(B, 8)).mean().backward()
+    with pytest.raises(ParameterError, match="replaced since the optimizer was made"):
+        optimizer.step()
+    optimizer.detach()
     with pytest.raises(ParameterError, match="offload"):
         fastdp.PerSampleGradients(model)
     plain = nn.Sequential(mlp().requires_grad_(False), nn.Linear(4, 4))
