@@ -282,7 +282,7 @@ def _check_stages(model: nn.Module) -> None:
     that was traced into stages. Nothing of a model knows its stages, so all objects are looked at."""
     stages = _types(_STAGES, "_PipelineStageBase")
     own = {id(parameter) for parameter in model.parameters()} if stages else set[int]()
-    for found in [each for each in gc.get_objects() if isinstance(each, stages)] if stages else []:
+    for found in [each for each in gc.get_objects() if issubclass(type(each), stages)] if stages else []:
         module = getattr(found, "submod", None)
         if isinstance(module, nn.Module) and any(id(parameter) in own for parameter in module.parameters()):
             raise ParameterError(_PIPELINE)
