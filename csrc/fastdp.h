@@ -49,11 +49,12 @@ void fastdp_chacha20_blocks(const uint32_t *state, uint32_t *words);
  */
 void fastdp_box_muller(const uint32_t *words, void *normals, int type);
 
-/* What is drawn: n = unit * round((sum + std * N(0, 1)) / unit) * scale, unit the power of two next below std / 64, or
- * sum * scale where std = 0; where read = 0, std * N(0, 1) * scale, not rounded to a grid. In double for float64 sums, in float for all other (in double, too, where std
- * or scale is not 0 and outside 2^-60 .. 2^60); a std of more than float's 24 bits is rounded up there: noise is never
- * less than asked for. A rounded n is what real numbers would give (csrc/exact.h): where 85 bits do not decide, block `counter`
- * under the nonce's upper 16 bits + l has in its words 2p and 2p + 1 the next 32 bits of x and of the angle, l = 1, 2, 3.
+/* What is drawn: n = unit * round((sum + std * N(0, 1)) / unit) * scale, unit the largest power of two that is at most
+ * std / 64, or sum * scale where std = 0; where read = 0, std * N(0, 1) * scale, not rounded to a unit. In double for
+ * float64 sums, in float for all other (in double, too, where std or scale is not 0 and outside 2^-60 .. 2^60); a std of
+ * more than float's 24 bits is rounded up there: noise is never less than asked for. A rounded n is what real numbers
+ * would give (csrc/exact.h): where 85 bits do not decide, block `counter` under the nonce's upper 16 bits + l has in its
+ * words 2p and 2p + 1 the next 32 bits of x and of the angle, l = 1, 2, 3.
  * key: 8 words, the 32 bytes of RFC 8439 in little-endian order; step < 2^48; keep: n is written over the sums.
  * Sums are not looked at where read = 0. The same bits whatever the threads (>= 1), the pieces in which an array
  * is passed, or the instruction set.

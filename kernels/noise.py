@@ -150,11 +150,11 @@ def release(turned, coordinate, total, size, unit, scale):
 
 
 @triton.jit
-def one_of(words, pair, begin: tl.constexpr):
-    """Word begin + pair of a block, of six."""
-    word = words[begin]
+def word_of(words, pair, first: tl.constexpr, apart: tl.constexpr):
+    """The word of one of six pairs, which lie so far apart in a block."""
+    word = words[first]
     for k in tl.static_range(1, 6):
-        word = tl.where(pair == k, words[begin + k], word)
+        word = tl.where(pair == k, words[first + k * apart], word)
     return word
 
 
@@ -167,29 +167,20 @@ def low_of(words, pair):
 
 
 @triton.jit
-def twelve_of(words, pair, more: tl.constexpr):
-    """Word 2 pair + more of a block: of a level of more bits."""
-    word = words[more]
-    for k in tl.static_range(1, 6):
-        word = tl.where(pair == k, words[2 * k + more], word)
-    return word
-
-
-@triton.jit
 def settled(words, slot, total, size, unit, scale, unsure, counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1):
     """What is released where that is open, in one of a block's 12 slots."""
     pair, odd = slot // 2, (slot % 2) != 0
     grids = total * (1.0 / unit)
     whole = tl.floor(grids + 0.5)
     part, wide = (grids - whole).to(tl.float64), tl.cast(size, tl.float64)
-    word, circle, low = one_of(words, pair, 0), one_of(words, pair, 6), low_of(words, pair)
+    word, circle, low = word_of(words, pair, 0, 1), word_of(words, pair, 6, 1), low_of(words, pair)
     near, certain = by_bits(word, low, circle, odd, part, wide)
     if tl.max((unsure & (certain == 0)).to(tl.int32), 0) > 0:
         u, u_low, y, y_low = first_bits(word, low, circle)
         unit_of_level = wide * 0 + 2.3283064365386963e-10
         for level in range(LEVELS):
             more = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1 + ((level + 1) << 16))
-            u, u_low, y, y_low = more_bits(u, u_low, y, y_low, twelve_of(more, pair, 0), twelve_of(more, pair, 1),
+            u, u_low, y, y_low = more_bits(u, u_low, y, y_low, word_of(more, pair, 0, 2), word_of(more, pair, 1, 2),
                                            unit_of_level)  # fmt: skip
             unit_of_level *= 2.3283064365386963e-10
         finer, sure = by_more_bits(u, u_low, y, y_low, circle, odd, part, wide)

@@ -119,6 +119,10 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 }  // namespace fastdp
 
 // The code for each instruction set: noise_lanes.h, noise_pair.h and noise_tile.h in a namespace of its own.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // of GCC's own intrinsics
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wignored-attributes"  // vector types as template arguments
 #define FASTDP_W 4
 #define FASTDP_ISA plain
 #include "noise_lanes.h"
@@ -148,6 +152,7 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 #undef FASTDP_ISA
 #pragma GCC pop_options
 #endif
+#pragma GCC diagnostic pop
 
 namespace fastdp {
 

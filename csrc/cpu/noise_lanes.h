@@ -1,8 +1,4 @@
 // The processor's vectors by names that stand for one number elsewhere; included by noise.h once for each instruction set.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // of GCC's own intrinsics
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wignored-attributes"  // vector types as template arguments
 namespace fastdp {
 namespace FASTDP_ISA {
 
@@ -167,4 +163,3 @@ INLINE Single numbers_at(const float *x) { return single_at(x); }
 
 }  // namespace FASTDP_ISA
 }  // namespace fastdp
-#pragma GCC diagnostic pop

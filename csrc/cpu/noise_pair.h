@@ -5,14 +5,10 @@
 //     y in (-1/2, 1/2) of 31 bits, and a bit that turns the point by half a circle
 //     n = grid * round(sum / grid + size * radius * (cos, sin) pi y) * scale
 // The sum is split into multiples of the grid and a part, and part + size * normal rounded. Where the arithmetic's error,
-// or bits of x and y that no one has drawn, leave two whole numbers possible, exact.h finds the right one: one in 3000.
+// or bits of x and y that no one has drawn, leave two whole numbers possible, exact.h finds the right one: one in thousands.
 // Pair<double> follows this to 1e-13, Pair<float> to 7e-7 of the radius (tests/ops/test_noise_transform.py measures both).
 // Each is cut into pieces, between which noise_tile.h lays the rounds of ChaCha20. Word k of the block lies at w[k * W],
 // the slots' elements at `sum` and one LANES further.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // of GCC's own intrinsics
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wignored-attributes"  // vector types as template arguments
 namespace fastdp {
 namespace FASTDP_ISA {
 
@@ -247,4 +243,3 @@ INLINE void normals_of(const uint32_t *words, int pair, T *even) {
 
 }  // namespace FASTDP_ISA
 }  // namespace fastdp
-#pragma GCC diagnostic pop

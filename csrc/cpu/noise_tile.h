@@ -4,10 +4,6 @@
 // run, which keep the integer units busy, the words of the group before become normals and are spent on their
 // elements, which keeps divider, square root and memory busy: neither needs the other, so the processor overlaps
 // them.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // of GCC's own intrinsics
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wignored-attributes"  // vector types as template arguments
 namespace fastdp {
 namespace FASTDP_ISA {
 
@@ -271,4 +267,3 @@ void transform(const uint32_t *words, T *normals) {
 
 }  // namespace FASTDP_ISA
 }  // namespace fastdp
-#pragma GCC diagnostic pop
