@@ -193,6 +193,17 @@ def test_noise_has_the_promised_deviation_and_is_new_every_step(secure):
     assert abs(float(torch.corrcoef(torch.stack(draws))[0, 1])) < 0.03
 
 
+@pytest.mark.parametrize("secure", [False, True])
+def test_what_is_released_lies_on_a_grid_with_the_sum(secure):
+    data = DataLoader(loader_of().dataset, batch_size=8, shuffle=True)
+    run = private(ours, data_loader=data, noise=2.0, bound=0.5, poisson_sampling=False,
+                  engine=ours.PrivacyEngine(secure_mode=secure))  # fmt: skip
+    train(run, [next(iter(data))])
+    for p in run[1].parameters():
+        units = p.grad.double() * 8 * 64  # noise of 1 on the sum of 8
+        assert torch.equal(units, units.round()) and units.abs().max() > 32
+
+
 def test_secure_mode_samples_poisson_and_needs_no_other_package():
     engine = ours.PrivacyEngine(secure_mode=True)
     loader = private(ours, engine=engine, data_loader=loader_of(400, 40))[-1]

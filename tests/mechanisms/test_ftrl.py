@@ -145,6 +145,18 @@ def test_the_noise_of_prefix_sums_has_the_variance_of_theory(reduced: bool) -> N
     assert variance_of(13, reduced) == pytest.approx(8 / 15 + 4 / 7 + 1 if reduced else 3)
 
 
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_sums_low_bits_do_not_stand_bare_beside_a_grid(reduced: bool) -> None:
+    """The sum is not rounded, so its noise must not be: else what is left of a 64th of the noise would be the sum's."""
+    source = TreeNoise(3, reduced)
+    for _ in range(4):
+        step = torch.full((20_000,), 0.01)
+        source.add_tree_({0: step}, {0: 0}, 2.0)
+        source.step += 1
+        rest = step.double() * 32 % 1  # of units of 2 / 64
+        assert abs(float(rest.std()) - 12**-0.5) < 0.01
+
+
 # ---------------------------------------------------------------------- refusals
 
 

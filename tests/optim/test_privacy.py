@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.utils.data import TensorDataset
 
 import fastdp
+from fastdp.ops.noise_reference import Grid
 
 
 def noise_of(steps=1, **options):
@@ -81,3 +82,28 @@ def test_noise_once_for_a_logical_batch():
         physical += 1
     assert physical > 3 and len(optimizer.history) == 1 and optimizer.history[0] == (1.0, 0.2, 1)
     assert float((before - model.weight).std()) * 80 == pytest.approx(1.0, rel=0.05)
+
+
+OPTIONS = {"noise_multiplier": 1.3, "max_grad_norm": 0.7, "expected_batch_size": 8}
+MAKERS = {
+    "fused": lambda model: fastdp.DPSGD(model, lr=0.1, momentum=0.9, **OPTIONS),
+    "two passes": lambda model: fastdp.DPAdam(model, lr=0.1, amsgrad=True, **OPTIONS),
+    "layerwise": lambda model: fastdp.DPAdamW(model, lr=0.1, style="layerwise", **OPTIONS),
+    "privatize": lambda model: fastdp.privatize(torch.optim.RMSprop(model.parameters(), 0.1), model, **OPTIONS),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_released_lies_on_a_grid_with_the_sum(name):
+    """No sum is left beside noise that is rounded alone: its low bits would be bare."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30)
+    optimizer = MAKERS[name](model)
+    for _ in range(2):
+        model(torch.randn(8, 40)).square().sum(1).mean().backward()
+        optimizer.step()
+        std = 1.3 * optimizer._accounted().clipping.sensitivity
+        for p in model.parameters():
+            units = p.grad.double() * 8 / Grid.of(std, torch.float32).unit
+            assert torch.equal(units, units.round()) and units.abs().max() > 64
+        optimizer.zero_grad()
