@@ -1,0 +1,28 @@
+"""When a record can take part in a run: what a loader promises, and what correlated noise is accounted by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KINDS = ("fixed order", "separated", "cyclic Poisson", "balls in bins")
+
+
+class Participation(NamedTuple):
+    """Steps come in cycles of `period` steps; a record takes part in each cycle at most once.
+
+    Attributes:
+        kind: "fixed order": at the same place of every cycle. "separated": at any place, and two steps that a record
+            takes part in are at least `separation` steps apart. "cyclic Poisson": each record belongs to one place of
+            the cycle, chosen without a look at it, and takes part there with probability `rate`, by a secret draw.
+            "balls in bins": at the same place of every cycle, which is drawn once, uniformly and in secret.
+        period: the steps of a cycle.
+        separation: the fewest steps between two that a record takes part in; `period`, but for "separated".
+        rate: the probability to take part in the own step of a cycle; 1 but for "cyclic Poisson".
+        mark: of the draw or the order: two runs with other marks have records at other places.
+    """
+
+    kind: str
+    period: int
+    separation: int
+    rate: float = 1.0
+    mark: str = ""
