@@ -14,7 +14,8 @@ namespace py = pybind11;
 
 using Address = std::uintptr_t;
 using Key = std::array<std::uint32_t, 8>;
-using Draw = std::tuple<Key, std::uint64_t, double, double, bool>;  // key, step, std, scale, keep_grads
+// key, step, std, scale, keep_grads, earlier steps and their weights
+using Draw = std::tuple<Key, std::uint64_t, double, double, bool, std::vector<std::uint64_t>, std::vector<double>>;
 
 // The fields of updates.
 std::tuple<double, double, double, double, bool, bool, bool> fields_of(const fastdp_sgd &);

@@ -41,7 +41,7 @@ template <typename Update, auto STEP>
 void step(const py::buffer &buffer, Address workspace, int param_type, int state_type, const Draw &draw,
           Address counter, const Fields<Update> &fields, int device, Address stream) {
     std::vector<fastdp_cuda_entry> entries = entries_of(buffer);
-    const auto &[key, number, std, scale, keep] = draw;
+    const auto &[key, number, std, scale, keep, earlier, weights] = draw;
     fastdp_cuda_draw drawn = {{}, number, std, scale, keep, pointer<const std::int64_t>(counter)};
     for (std::size_t k = 0; k < key.size(); ++k) drawn.key[k] = key[k];
     const Update update = update_of<Update>(fields);

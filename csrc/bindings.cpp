@@ -54,10 +54,15 @@ std::vector<fastdp_tensor> tensors_of(const std::vector<Tensor> &list) {
     return out;
 }
 
-void noise_into(std::int64_t data, int type, std::int64_t count, std::int64_t offset, const Key &key,
-                std::uint64_t step, double std, double scale, bool read, int threads) {
+fastdp_noise noise_of(const Draw &draw, bool read, int threads) {
+    const auto &[key, step, std, scale, keep, earlier, weights] = draw;
+    return {key.data(), step, std, scale, read, keep, threads, (std::int32_t)earlier.size(), earlier.data(), weights.data()};
+}
+
+void noise_into(std::int64_t data, int type, std::int64_t count, std::int64_t offset, const Draw &draw, bool read,
+                int threads) {
     const py::gil_scoped_release release;
-    const fastdp_noise noise = {key.data(), step, std, scale, read, true, threads};
+    const fastdp_noise noise = noise_of(draw, read, threads);
     fastdp_noise_into(pointer<void>(data), type, count, offset, &noise);
 }
 
@@ -66,8 +71,7 @@ void step(const std::vector<Tensor> &list, const Draw &draw, const Fields<Update
     const py::gil_scoped_release release;
     const std::vector<fastdp_tensor> tensors = tensors_of(list);
     std::vector<std::int64_t> tiles(tensors.size() + 1);
-    const auto &[key, number, std, scale, keep] = draw;
-    const fastdp_noise noise = {key.data(), number, std, scale, true, keep, threads};
+    const fastdp_noise noise = noise_of(draw, true, threads);
     const Update update = update_of<Update>(fields);
     STEP(tensors.data(), (std::int64_t)tensors.size(), tiles.data(), &noise, &update);
 }
@@ -122,7 +126,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("box_muller", &Bound<fastdp_box_muller>::call, py::arg("words"), py::arg("normals"), py::arg("type"),
                "uint32 [16, 64] -> float32 or float64 [8, 64]");
     module.def("noise_into", &noise_into, py::arg("data"), py::arg("type"), py::arg("count"), py::arg("offset"),
-               py::arg("key"), py::arg("step"), py::arg("std"), py::arg("scale"), py::arg("read"), py::arg("threads"),
+               py::arg("draw"), py::arg("read"), py::arg("threads"),
                "data = ((read ? data : 0) + std * N(0, 1)) * scale, in place");
     module.def("sgd_step", &step<fastdp_sgd, fastdp_sgd_step>, "noise and torch.optim.SGD's update; see fastdp.h");
     module.def("adam_step", &step<fastdp_adam, fastdp_adam_step>, "noise and Adam's or AdamW's update; see fastdp.h");

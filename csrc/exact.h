@@ -1,4 +1,5 @@
-// The whole number next to p + c z, z a normal of the key stream, where float arithmetic leaves it open.
+// The whole number next to p + c z, z a normal of the key stream, or a weighted sum of normals of several steps, where
+// float arithmetic leaves it open.
 //
 // The 53 bits of a pair's x and the 31 of its angle are the first ones of two real numbers; level 1, 2 and 3 of the
 // key stream (see fastdp.h) give 32 more of each. So z is known to lie in an interval, which arithmetic widens by a
@@ -138,11 +139,18 @@ EXACTLY Real circle(Real y, bool sine) {
 EXACTLY Two join(Two a, double b) { return a + Two(b); }
 EXACTLY double join(double a, double b) { return a + b; }
 
-// With the first `levels` words of x and of the circle. NaN where a half-integer may lie between.
+// part + the normals so far, and how far off that may be.
 template <class Real>
-EXACTLY double attempt(const Bits &bits, const uint32_t *x, const uint32_t *around, int levels, double part,
-                       double size) {
-    constexpr double ERROR = Accuracy<Real>::ERROR;
+struct Total {
+    Real v;
+    double off;
+};
+
+// Adds size z, with the first `levels` words of z's x and circle. count: of all normals of the total.
+template <class Real>
+EXACTLY void add_normal(Total<Real> &total, const Bits &bits, const uint32_t *x, const uint32_t *around, int levels,
+                        double size, int count) {
+    const double ERROR = Accuracy<Real>::ERROR * (1 + 0.03125 * (count - 1));  // each sum rounds
     const double finest = ldexp(1.0, -32 * levels);  // of a bit of x: in units of 2^-53
     Real u = Real((double)((1ull << 53) - ((uint64_t)bits.high << 21 | bits.low)));
     Real y = Real((double)(int32_t)(bits.circle << 1) * 0x1p-32);
@@ -153,30 +161,57 @@ EXACTLY double attempt(const Bits &bits, const uint32_t *x, const uint32_t *arou
     const Real log = minus_two_log(u), radius = root(log);
     Real turned = radius;
     if (bits.circle >> 31) turned = -radius;
-    const Real v = turned * circle(y, bits.odd) * Real(size) + Real(part);
+    total.v = turned * circle(y, bits.odd) * Real(size) + total.v;
     // how far off `log` may be: by arithmetic, and as x may be greater by one of its finest bits
     const double r = first_of(radius);
     const double log_off = ERROR * (first_of(log) + 1) + 2.0000001 * finest / (first_of(u) - finest);
     const double radius_off = 2 * log_off / (r + sqrt(log_off));
-    const double off = 1.0000001 * size * (radius_off + r * (ERROR + 7 * finest * 0x1p-32)) + ERROR;
+    total.off += 1.0000001 * fabs(size) * (radius_off + r * (ERROR + 7 * finest * 0x1p-32));
+}
+
+// NaN where a half-integer may lie between.
+template <class Real>
+EXACTLY double nearest(const Total<Real> &total) {
+    const Real v = total.v;
     double whole = nearbyint(first_of(v));
     const double above = first_of(v) - whole, beyond = (fabs(above) - 0.5) + (above < 0 ? -rest_of(v) : rest_of(v));
     if (beyond > 0) whole += above < 0 ? -1 : 1;
-    return fabs(beyond) > off ? whole : NAN;
+    return fabs(beyond) > total.off ? whole : NAN;
 }
 
-// part + size z, rounded to a whole number. |part| <= 1/2, 64 <= size < 128. pair: of the block; more(level, words)
-// writes the block of a level of the key stream.
-template <class More>
-EXACTLY double nearest_whole(const Bits &bits, int pair, double part, double size, const More &more) {
+// The bits of a pair of a block, of which words [0], [stride], [2 stride] ... are given.
+EXACTLY Bits bits_of(const uint32_t *words, int stride, int pair, bool odd) {
+    const uint32_t *a = words + (pair < 4 ? 12 + pair : 2 * pair + 4) * stride;
+    const uint32_t low = pair < 4 ? *a & ((1u << 21) - 1) : *a >> 21 | a[stride] >> 22 << 11;
+    return {words[pair * stride], low, words[(6 + pair) * stride], odd};
+}
+
+// part + size z + the sum of sizes of `count` earlier normals times these, rounded to a whole number. |part| <= 1/2, 64
+// <= size < 128. pair: of all blocks. size_of(j): of an earlier one; block(j, level, words) writes its block of a level
+// of the key stream, 0 or more, and block(count, level, words) that of z.
+template <class Sizes, class Block>
+EXACTLY double nearest_whole(const Bits &own, int pair, double part, double size, int count, const Sizes &size_of,
+                             const Block &block) {
     uint32_t x[LEVELS], around[LEVELS], words[16];
-    const double found = attempt<double>(bits, x, around, 0, part, size);
-    if (found == found) return found;
-    for (int level = 0; level < LEVELS; ++level) {
-        more(level + 1, words);
-        x[level] = words[2 * pair], around[level] = words[2 * pair + 1];
+    Total<double> total = {part, Accuracy<double>::ERROR};
+    for (int j = 0; j < count; ++j) {
+        block(j, 0, words);
+        add_normal<double>(total, bits_of(words, 1, pair, own.odd), x, around, 0, size_of(j), count + 1);
     }
-    return attempt<Two>(bits, x, around, LEVELS, part, size);
+    add_normal<double>(total, own, x, around, 0, size, count + 1);
+    const double found = nearest(total);
+    if (found == found) return found;
+    Total<Two> better = {Two(part), Accuracy<Two>::ERROR};
+    for (int j = 0; j <= count; ++j) {
+        for (int level = 0; level < LEVELS; ++level) {
+            block(j, level + 1, words);
+            x[level] = words[2 * pair], around[level] = words[2 * pair + 1];
+        }
+        if (j < count) block(j, 0, words);
+        const Bits bits = j < count ? bits_of(words, 1, pair, own.odd) : own;
+        add_normal<Two>(better, bits, x, around, LEVELS, j < count ? size_of(j) : size, count + 1);
+    }
+    return nearest(better);
 }
 
 }  // namespace exact

@@ -64,6 +64,9 @@ typedef struct {
     uint64_t step;
     double std, scale;
     int32_t read, keep, threads;
+    int32_t earlier;               /* correlated noise: to N(0, 1) is added the sum of weights[j] times the normal that */
+    const uint64_t *earlier_steps; /* earlier_steps[j] draws for the element; read = 1 */
+    const double *earlier_weights; /* the sum of their sizes at most 1024 */
 } fastdp_noise;
 
 /* data = n, in place. type: of data; offset >= 0: global index of data[0]. */

@@ -45,10 +45,20 @@ double std_of(const fastdp_tensor *tensors, int64_t count, double std) {
 
 Work work_of(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise) {
     Work work = {tensors, tiles, count, {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574},  // "expand 32-byte k"
-                 std_of(tensors, count, noise->std), noise->scale, noise->read, noise->keep};
+                 std_of(tensors, count, noise->std), noise->scale, noise->read, noise->keep, {}};
     std::copy(noise->key, noise->key + 8, work.state + 4);
-    work.state[14] = (uint32_t)noise->step;
-    work.state[15] = (uint32_t)(noise->step >> 32) | (uint32_t)FASTDP_DOMAIN_NOISE << 16;
+    const auto draws_of = [](uint32_t *state, uint64_t step) {
+        state[14] = (uint32_t)step, state[15] = (uint32_t)(step >> 32) | (uint32_t)FASTDP_DOMAIN_NOISE << 16;
+    };
+    int exponent;
+    const double size = std::frexp(work.std, &exponent) * 128;
+    work.earlier.resize(noise->std != 0 ? noise->earlier : 0);
+    for (size_t j = 0; j < work.earlier.size(); ++j) {
+        std::copy(work.state, work.state + 16, work.earlier[j].state);
+        draws_of(work.earlier[j].state, noise->earlier_steps[j]);
+        work.earlier[j].size = size * noise->earlier_weights[j];
+    }
+    draws_of(work.state, noise->step);
     tiles[0] = 0;
     for (int64_t i = 0; i < count; ++i) {
         const fastdp_tensor &x = tensors[i];

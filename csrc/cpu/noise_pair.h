@@ -36,12 +36,12 @@ __attribute__((noinline, cold)) void settle(Open open, const T *sum, T *n, const
             n[l] = sum[l] * by.scale;
             continue;
         }
-        const uint32_t *w = words + l, *a = w + (pair < 4 ? 12 + pair : 2 * pair + 4) * W;
-        const uint32_t low = pair < 4 ? *a & LOW_BITS : *a >> 21 | a[W] >> 22 << 11;
-        const exact::Bits bits = {w[pair * W], low, w[(6 + pair) * W], odd};
-        const double near = exact::nearest_whole(bits, pair, part, by.size, [&](int level, uint32_t *to) {
-            level_words(by.state, level, block + l, to);
-        });
+        const double near = exact::nearest_whole(
+            exact::bits_of(words + l, W, pair, odd), pair, part, by.size, by.count,
+            [&](int j) { return by.earlier[j].size; },
+            [&](int j, int level, uint32_t *to) {
+                level_words(j < by.count ? by.earlier[j].state : by.state, level, block + l, to);
+            });
         n[l] = std::fma(whole + (T)near, by.grid_scaled, (T)0);
     }
 }
@@ -95,11 +95,6 @@ struct Pair<double> {
     INLINE void turn(const uint32_t *w, int pair, double size) {
         r = r * real(size), turned = real(bits(r) ^ upper_bit(words_at(w + (6 + pair) * W)));
         limit = smaller(fma(r, real(-1e-9), real(0.5 - 4e-6)), real(6.4 * size) - r);
-    }
-    INLINE Released<Real> release(Real coordinate, const double *sum, const Amounts<double> &by) const {
-        const Real grids = real_at(sum) * real(by.per_grid), whole = rounded(grids), part = grids - whole;
-        const Real v = fma(turned, coordinate, part), near = rounded(v);  // adding 0 takes the sign off a zero
-        return {fma(whole + near, real(by.grid_scaled), real(0.0)), beyond(v - near, limit)};
     }
 
     INLINE void all(const uint32_t *w, int pair) {
@@ -164,11 +159,6 @@ struct Pair<float> {
         r = r * single(size), turned = turned_by(word_at(w + (6 + pair) * W), r);
         limit = smaller(fma(r, single(-6e-7f), single(0.5f - 4e-6f)), single(6.4f * size) - r);
     }
-    INLINE Released<Single> release(Single coordinate, const float *sum, const Amounts<float> &by) const {
-        const Single grids = single_at(sum) * single(by.per_grid), whole = rounded(grids), part = grids - whole;
-        const Single v = fma(turned, coordinate, part), near = rounded(v);  // adding 0 takes the sign off a zero
-        return {fma(whole + near, single(by.grid_scaled), single(0.0f)), beyond(v - near, limit)};
-    }
 
     INLINE void all(const uint32_t *w, int pair) {
         uniform(w, pair), split(), log1(), log2(), log3(), log4(), log5(), radius(), angle(w, pair);
@@ -176,35 +166,67 @@ struct Pair<float> {
     }
 };
 
-// The elements of one slot, STEP of them: released, or the noise alone.
+// A sum, a normal and those of earlier steps: n, and the lanes in which it is open. Adding 0 takes the sign off a zero.
+template <Past PAST, class T>
+INLINE auto released(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, const Amounts<T> &by) {
+    const auto grids = numbers_at(tile.sum + at) * all_of(by.per_grid), whole = rounded(grids);
+    auto part = grids - whole, limit = p.limit;
+    if constexpr (PAST == Past::ADDED) {
+        part = part + numbers_at(tile.past + at);
+        limit = fma(numbers_at(tile.radii + at), all_of(-by.per_radius), limit - all_of(by.left_open));
+        limit = smaller(fma(p.r, all_of(-by.per_own_radius), limit), numbers_at(tile.margin + at));
+    }
+    const auto v = fma(p.turned, odd ? p.sine : p.cosine, part), near = rounded(v);
+    return Released<decltype(part)>{fma(whole + near, all_of(by.grid_scaled), all_of((T)0)), beyond(v - near, limit)};
+}
+
+// Normals of an earlier step.
 template <class T>
-INLINE void release(const Pair<T> &p, bool odd, const T *sum, T *grad, const uint32_t *words, int pair, int64_t block,
-                    const Amounts<T> &by) {
-    const auto coordinate = odd ? p.sine : p.cosine;
-    if (by.alone) return put(grad, p.turned * coordinate * all_of(by.grid_scaled));
-    auto x = p.release(coordinate, sum, by);
+INLINE void gather(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, const Amounts<T> &by) {
+    const auto normal = p.turned * (odd ? p.sine : p.cosine);
+    put(tile.past + at, fma(normal, all_of(by.grid_scaled), numbers_at(tile.past + at)));
+    put(tile.radii + at, numbers_at(tile.radii + at) + p.r);
+    put(tile.margin + at, smaller(numbers_at(tile.margin + at), all_of((T)6.4 * by.size) - p.r));
+}
+
+// The elements of one slot, STEP of them: released, or the noise alone, or only gathered.
+template <Past PAST, class T>
+INLINE void release(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, const uint32_t *words, int pair,
+                    int64_t block, const Amounts<T> &by) {
+    if constexpr (PAST == Past::GATHERED) return gather(p, odd, tile, at, by);
+    if (by.alone) return put(tile.grad + at, p.turned * (odd ? p.sine : p.cosine) * all_of(by.grid_scaled));
+    auto x = released<PAST>(p, odd, tile, at, by);
     if (__builtin_expect(x.open != 0, 0)) {
         alignas(64) T n[Pair<T>::STEP];
         put(n, x.n);
-        settle(x.open, sum, n, words, pair, odd, block, by);
+        settle(x.open, tile.sum + at, n, words, pair, odd, block, by);
         x.n = numbers_at(n);
     }
-    put(grad, x.n);
+    put(tile.grad + at, x.n);
 }
 
 #if FASTDP_W < 16
 // Those of a pair of slots, where the compiler makes vectors of the lanes.
-template <class T>
-INLINE void release_by_lanes(const uint32_t *words, int pair, const T *sum, T *grad, int64_t block,
+template <Past PAST, class T>
+INLINE void release_by_lanes(const uint32_t *words, int pair, const Tile<T> &tile, int at, int64_t block,
                              const Amounts<T> &by) {
     alignas(64) T n[2][W];
     alignas(64) Open open[2][W];
     Open any = 0;
+    if constexpr (PAST == Past::GATHERED) {
+#pragma omp simd
+        for (int l = 0; l < W; ++l) {
+            Pair<T> p;
+            p.all(words + l, pair), p.turn(words + l, pair, by.size);
+            gather(p, false, tile, at + l, by), gather(p, true, tile, at + LANES + l, by);
+        }
+        return;
+    }
 #pragma omp simd reduction(| : any)
     for (int l = 0; l < W; ++l) {
         Pair<T> p;
         p.all(words + l, pair), p.turn(words + l, pair, by.size);
-        const auto even = p.release(p.cosine, sum + l, by), odd = p.release(p.sine, sum + LANES + l, by);
+        const auto even = released<PAST>(p, false, tile, at + l, by), odd = released<PAST>(p, true, tile, at + LANES + l, by);
         n[0][l] = by.alone ? p.turned * p.cosine * by.grid_scaled : even.n, open[0][l] = even.open;
         n[1][l] = by.alone ? p.turned * p.sine * by.grid_scaled : odd.n, open[1][l] = odd.open;
         any |= even.open | odd.open;
@@ -212,21 +234,22 @@ INLINE void release_by_lanes(const uint32_t *words, int pair, const T *sum, T *g
     for (int slot = 0; any && !by.alone && slot < 2; ++slot) {
         Open lanes = 0;
         for (int l = 0; l < W; ++l) lanes |= open[slot][l] << l;
-        settle(lanes, sum + slot * LANES, n[slot], words, pair, slot == 1, block, by);
+        settle(lanes, tile.sum + at + slot * LANES, n[slot], words, pair, slot == 1, block, by);
     }
-    for (int slot = 0; slot < 2; ++slot) std::copy(n[slot], n[slot] + W, grad + slot * LANES);
+    for (int slot = 0; slot < 2; ++slot) std::copy(n[slot], n[slot] + W, tile.grad + at + slot * LANES);
 }
 
 // Those of a pair of slots.
-template <class T>
-INLINE void release(const uint32_t *words, int pair, const T *sum, T *grad, int64_t block, const Amounts<T> &by) {
+template <Past PAST, class T>
+INLINE void release(const uint32_t *words, int pair, const Tile<T> &tile, int at, int64_t block,
+                    const Amounts<T> &by) {
     if constexpr (Pair<T>::STEP == W) {
         Pair<T> p;
         p.all(words, pair), p.turn(words, pair, by.size);
-        release(p, false, sum, grad, words, pair, block, by);
-        release(p, true, sum + LANES, grad + LANES, words, pair, block, by);
+        release<PAST>(p, false, tile, at, words, pair, block, by);
+        release<PAST>(p, true, tile, at + LANES, words, pair, block, by);
     } else {
-        release_by_lanes(words, pair, sum, grad, block, by);
+        release_by_lanes<PAST>(words, pair, tile, at, block, by);
     }
 }
 #endif

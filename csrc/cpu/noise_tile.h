@@ -63,9 +63,9 @@ INLINE void piece(int t, int pair, Pair<float> &p, const uint32_t *words, const 
     if (t == 11) p.circle4();
     if (t == 12) p.circle5();
     if (t == 13) p.circle6(), p.turn(words, pair, by.size);
-    if (t == 14) release(p, false, tile.sum + at, tile.grad + at, words, pair, tile.block + lane, by);
+    if (t == 14) release<Update::PAST>(p, false, tile, at, words, pair, tile.block + lane, by);
     if (t == 15) update.template apply<W>(tile, at);
-    if (t == 18) release(p, true, tile.sum + at + LANES, tile.grad + at + LANES, words, pair, tile.block + lane, by);
+    if (t == 18) release<Update::PAST>(p, true, tile, at + LANES, words, pair, tile.block + lane, by);
     if (t == 19) update.template apply<W>(tile, at + LANES);
 }
 
@@ -95,8 +95,8 @@ INLINE void piece(int t, int half, Pair<double> &p, const uint32_t *words, const
     if (t == 8) p.radius(), p.circle7();
     const int64_t block = tile.block + lane + half % 2 * 8;
     if (t == 11) p.turn(w, pair, by.size);
-    if (t == 12) release(p, false, tile.sum + with, tile.grad + with, w, pair, block, by);
-    if (t == 13) release(p, true, tile.sum + with + LANES, tile.grad + with + LANES, w, pair, block, by);
+    if (t == 12) release<Update::PAST>(p, false, tile, with, w, pair, block, by);
+    if (t == 13) release<Update::PAST>(p, true, tile, with + LANES, w, pair, block, by);
     if (t == 13 && half % 2 == 1) update.template apply<W>(tile, at), update.template apply<W>(tile, at + LANES);
 }
 
@@ -118,7 +118,7 @@ INLINE void between(int i, Pair<T> (&)[3], const uint32_t *words, const Tile<T> 
     if (STEP < 7 || 3 * i % 5 > 2) return;
     const int pair = 3 * i / 5, at = 2 * pair * LANES + lane;
     ahead<Update>(tile, lane, pair);
-    release(words, pair, tile.sum + at, tile.grad + at, tile.block + lane, by);
+    release<Update::PAST>(words, pair, tile, at, tile.block + lane, by);
     update.template apply<W>(tile, at);
     update.template apply<W>(tile, at + LANES);
 }
@@ -196,6 +196,33 @@ INLINE void without_noise(const Tile<T> &tile, T scale, const Update &update) {
     }
 }
 
+// n of a tile with the normals of earlier steps, which are added up first.
+template <class T>
+__attribute__((noinline)) void correlated(Tile<T> tile, const Amounts<T> &by) {
+    alignas(64) uint32_t words[2][16 * W];
+    alignas(64) T past[TILE], radii[TILE], margin[TILE];
+    std::fill(past, past + TILE, (T)0), std::fill(radii, radii + TILE, (T)0), std::fill(margin, margin + TILE, (T)1);
+    tile.past = past, tile.radii = radii, tile.margin = margin;
+    const auto state_of = [&by](int draw) { return draw < by.count ? by.earlier[draw].state : by.state; };
+    Stream stream(state_of(0));
+    stream.count_from(tile.block);
+    group<false>(stream, words[0], nullptr, Tile<T>{}, 0, by, NoUpdate());
+    int turn = 0;
+    for (int draw = 0; draw <= by.count; ++draw) {
+        const Amounts<T> share = draw < by.count ? amounts_of(by.earlier[draw], T()) : by;
+        for (int lane = 0; lane < LANES; lane += W, turn ^= 1) {
+            if (lane + W == LANES && draw < by.count) stream = Stream(state_of(draw + 1));
+            stream.count_from(tile.block + (lane + W) % LANES);
+            uint32_t *next = words[turn ^ 1], *now = words[turn];
+            if (draw < by.count) {
+                group<true>(stream, next, now, tile, lane, share, Gather());
+            } else {
+                group<true>(stream, next, now, tile, lane, share, AddPast());
+            }
+        }
+    }
+}
+
 // The tiles [begin, end) of the work's list.
 template <class T, class Update>
 void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t end) {
@@ -223,7 +250,11 @@ void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t e
         tile.second = fetch(x.second, x.second_type, start, from, to, true, copy[3]);
         tile.block = place.tile * LANES;
         if (!noisy) without_noise(tile, by.scale, update);
-        for (int lane = 0; noisy && lane < LANES; lane += W, turn ^= 1) {
+        if (by.count > 0) {
+            correlated(tile, by);
+            for (int at = 0; at < TILE; at += W) update.template apply<W>(tile, at);
+        }
+        for (int lane = 0; noisy && by.count == 0 && lane < LANES; lane += W, turn ^= 1) {
             const bool last = lane + W == LANES;
             stream.count_from(last ? after.tile * LANES : place.tile * LANES + lane + W);
             group<true>(stream, words[turn ^ 1], words[turn], tile, lane, by, update);

@@ -46,13 +46,14 @@ static __device__ __noinline__ void settle(Rule rule, const Key &key, Nonce nonc
             continue;
         }
         const int pair = slot / 2;
-        const exact::Bits bits = {words[pair], low_bits(words, pair), words[6 + pair], slot % 2 == 1};
-        const auto more = [&](int level, uint32_t(&of_level)[16]) {
+        const auto block = [&](int, int level, uint32_t(&of_level)[16]) {
             Nonce shifted = nonce;
             shifted.word[1] += (uint32_t)level << 16;
             chacha20_block(key, shifted, counter, of_level);
         };
-        const double near = exact::nearest_whole(bits, pair, part, by.size, more);
+        const auto no_size = [](int) { return 0.0; };
+        const exact::Bits bits = exact::bits_of(words, 1, pair, slot % 2 == 1);
+        const double near = exact::nearest_whole(bits, pair, part, by.size, 0, no_size, block);
         const typename Rule::Number n = fma(whole + (typename Rule::Number)near, by.grid_scaled, (typename Rule::Number)0);
         rule.store(slot * LANES, e, n);
     }

@@ -37,6 +37,19 @@ def check_draw(key: Sequence[int], step: int, std: float) -> None:
         raise ValueError(f"std must be 0, or lie between 2^-500 and 2^500, not {std!r}")
 
 
+MOST_WEIGHT = 1024.0
+
+
+def check_earlier(steps: Sequence[int], weights: Sequence[float]) -> None:
+    """Earlier draws, and what each is multiplied by. Raises ValueError."""
+    if len(steps) != len(weights):
+        raise ValueError(f"a weight for each earlier step: got {len(steps)} steps and {len(weights)} weights")
+    if steps and not 0 <= min(steps) <= max(steps) < MAX_STEP:
+        raise ValueError(f"earlier steps must lie in [0, 2^48), not {min(steps)} .. {max(steps)}")
+    if not sum(map(abs, weights)) <= MOST_WEIGHT:
+        raise ValueError(f"the sizes of weights of earlier steps must add up to {MOST_WEIGHT:g} at most")
+
+
 def check_single_std(std: float, dtype: torch.dtype) -> None:
     """Noise of all types but float64 is computed in float32 on a GPU. Raises ValueError."""
     if dtype != torch.float64 and std != 0 and not 2.0**-60 <= std <= 2.0**60:

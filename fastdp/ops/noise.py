@@ -45,10 +45,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import MAX_STEP, check_out, refuse_graph, words_of
+from .checks import MAX_STEP, check_earlier, check_out, refuse_graph, words_of
 from .common import DTYPES
 from .noise_reference import reference_normals, reference_release, rounded
 from .registry import Kernel, cpp, cuda_cpp, define, native, triton
+from .updates import Draw
 
 
 class Noise:
@@ -80,8 +81,12 @@ class Noise:
         """Whether the key is secret."""
         return self.seed is None
 
-    def add_scaled_(self, tensor: Tensor, std: float, scale: float, offset: int) -> Tensor:
+    def add_scaled_(
+        self, tensor: Tensor, std: float, scale: float, offset: int, earlier: Sequence[tuple[int, float]] = ()
+    ) -> Tensor:
         """tensor = (tensor + std * N(0, 1)) * scale, rounded to a multiple of a 64th of std, in place.
+
+        earlier: (step, weight) of the normals of earlier steps, of which weight * std times each is added, too.
 
         Args: tensor contiguous, float32 or float64, of any shape; offset the global index of its first
         element: ranges of one step must not overlap. Raises TypeError or ValueError on anything else.
@@ -91,7 +96,7 @@ class Noise:
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"noise is added in float32 or float64, not {tensor.dtype}")
         refuse_graph(tensor)
-        _add_noise_op(tensor, std, scale, words_of(self.key), self.step, offset)
+        _add_noise_op(tensor, std, scale, words_of(self.key), self.step, offset, *map(list, zip(*earlier, strict=True)))
         return tensor
 
     @property
@@ -142,21 +147,22 @@ def native_status() -> str:
 # ---------------------------------------------------------------------- operators
 
 
-def _native_draw(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
-                 read: bool) -> None:  # fmt: skip
-    check_out(tensor, key, step, std, offset)
+def _native_draw(tensor: Tensor, draw: Draw, offset: int, read: bool) -> None:
+    check_out(tensor, draw.key, draw.step, draw.std, offset)
     module: Any = native()
-    module.noise_into(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel(), offset, list(key), step, std, scale,
-                      read, torch.get_num_threads())  # fmt: skip
+    module.noise_into(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel(), offset, draw, read,
+                      torch.get_num_threads())  # fmt: skip
     torch.autograd.graph.increment_version(tensor)
 
 
 def _native_noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int = 0) -> None:
-    _native_draw(out, std, 1.0, key, step, offset, False)
+    _native_draw(out, Draw(key, step, std, 1.0), offset, False)
 
 
-def _native_add(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int) -> None:
-    _native_draw(tensor, std, scale, key, step, offset, True)
+def _native_add(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
+                earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = ()) -> None:  # fmt: skip
+    check_earlier(earlier_steps, earlier_weights)
+    _native_draw(tensor, Draw(key, step, std, scale, True, earlier_steps, earlier_weights), offset, True)
 
 
 def _noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int = 0) -> None:
@@ -169,14 +175,17 @@ def _noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int =
         flat[low:high] = rounded(normal.mul_(std), out.dtype)
 
 
-def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int) -> None:
+def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
+               earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = ()) -> None:  # fmt: skip
     check_out(tensor, key, step, std, offset)
+    check_earlier(earlier_steps, earlier_weights)
     if std == 0:
         tensor.mul_(scale)
         return
     flat = tensor.view(-1)
     total = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    for low, high, n in reference_release(total, std, scale, key, step, offset, tensor.dtype):
+    draws = (step, earlier_steps, earlier_weights)
+    for low, high, n in reference_release(total, std, scale, key, draws, offset, tensor.dtype):
         flat[low:high] = n
 
 
@@ -199,6 +208,7 @@ _noise_op = define("noise_(Tensor(a!) out, float std, int[] key, int step, int o
                    CPU=cpp(_native_noise), CUDA=on_cuda("noise_", False, triton("noise", "noise_")))  # fmt: skip
 # tensor = (tensor + std * N(0, 1)) * scale
 _add_noise_op = define(
-    "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset) -> ()",
+    "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset, int[] earlier_steps=[], "
+    "float[] earlier_weights=[]) -> ()",
     _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False, triton("noise", "add_noise_")),
 )  # fmt: skip

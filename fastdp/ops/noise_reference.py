@@ -3,6 +3,7 @@ leaves them open: the definition of what the kernels of `fastdp.ops.noise` relea
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import math
 from collections.abc import Iterator, Sequence
@@ -61,11 +62,18 @@ def reference_normals(
 
 
 def reference_release(
-    total: Tensor, std: float, scale: float, words: Sequence[int], step: int, offset: int, dtype: torch.dtype
+    total: Tensor,
+    std: float,
+    scale: float,
+    words: Sequence[int],
+    draws: tuple[int, Sequence[int], Sequence[float]],
+    offset: int,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(low, high, n [high - low]) of successive ranges of the sum: n = unit * round(sum / unit + size * N) * scale.
 
-    total: one-dimensional, float32 or float64; dtype: of what is released. The product is in float32 where neither that
+    N is the sum of the normals of steps, each times a weight; draws: the step whose weight is 1, the earlier ones, their
+    weights. total: one-dimensional, float32 or float64; dtype: of what is released. The product is in float32 where neither that
     nor std nor scale needs more. A sum that is no number, or is too large for noise to change a bit of it, stays.
     """
     size, unit = Grid.of(std, dtype)
@@ -73,19 +81,27 @@ def reference_release(
         number == 0 or 2.0**-60 <= abs(number) <= 2.0**60 for number in (std, scale)
     )
     kind = torch.float32 if single else torch.float64
-    for chunk in _chunks(total.numel(), words, step, offset, total.device):
-        normal = reference_box_muller(chunk.words)  # [12, blocks]
-        radius = normal.view(SLOTS // 2, 2, -1).square().sum(1).sqrt().repeat_interleave(2, 0) * size
+    own, earlier_steps, weights = draws
+    sizes = [*(size * weight for weight in weights), size]
+    each = [_chunks(total.numel(), words, step, offset, total.device) for step in (*earlier_steps, own)]
+    for chunks in zip(*each, strict=True):
+        chunk = chunks[-1]
         given = chunk.of_slots(total.double())
         grids = given / unit
         whole = grids.round()
         part = grids - whole
-        v = normal * size + part
+        v, limit, margin = part.clone(), torch.full_like(part, 0.5), torch.full_like(part, 0.5)
+        for of_step, share in zip(chunks, sizes, strict=True):
+            normal = reference_box_muller(of_step.words)  # [12, blocks]
+            radius = normal.view(SLOTS // 2, 2, -1).square().sum(1).sqrt().repeat_interleave(2, 0) * abs(share)
+            v.add_(normal, alpha=share)
+            # what the angle's 32 bits leave, and those of x, of the smallest radii; above 6.4 they leave too much
+            limit -= 4e-6 * (abs(share) / size) + 1e-9 * radius
+            margin = torch.minimum(margin, 6.4 * abs(share) - radius)
         near = v.round()
-        # what the angle's 32 bits leave, and those of x, of the smallest radii; above 6.4 they leave too much
-        limit = torch.minimum(0.5 - 4e-6 - 1e-9 * radius, 6.4 * size - radius)
-        for slot, block in ((v - near).abs() > limit).nonzero().tolist():
-            near[slot, block] = nearest_whole(chunk.key_stream(block), slot, float(part[slot, block]), size)
+        for slot, block in ((v - near).abs() > torch.minimum(limit, margin)).nonzero().tolist():
+            streams = [(of_step.key_stream(block), share) for of_step, share in zip(chunks, sizes, strict=True)]
+            near[slot, block] = nearest_whole(streams, slot, float(part[slot, block]))
         factor = torch.tensor(scale, dtype=kind).double()
         n = (whole + near).to(kind).double() * (unit * factor) + 0.0  # no zero has a sign
         n = torch.where(grids.to(kind).isfinite(), n, given * factor)
@@ -161,6 +177,12 @@ class KeyStream(NamedTuple):
     counter: int
     words: list[int]
 
+    def first_bits(self, pair: int) -> _Bits:
+        w = self.words
+        low = w[12 + pair] % 2**21 if pair < 4 else w[2 * pair + 4] >> 21 | w[2 * pair + 5] >> 22 << 11
+        turned, steps = divmod(w[6 + pair], 1 << 31)
+        return _Bits(w[pair] << 21 | low, steps - (1 << 31) if steps >> 30 else steps, turned)  # 53 and 31 bits
+
     def level(self, number: int) -> list[int]:
         *before, last = self.key_and_nonce
         state = _states((*before, last + (number << 16)), torch.tensor([self.counter]))
@@ -205,34 +227,45 @@ def reference_box_muller(words: Tensor) -> Tensor:
     return torch.stack([radius * angle.cos(), radius * angle.sin()], 1).flatten(0, 1)
 
 
-def nearest_whole(stream: KeyStream, slot: int, part: float, size: float) -> float:
-    """part + size * N of a slot, rounded to a whole number: 32 more bits of x and of the angle at a time, until all
-    numbers that begin with them are rounded alike."""
-    pair, w = slot // 2, stream.words
-    low = w[12 + pair] % 2**21 if pair < 4 else w[2 * pair + 4] >> 21 | w[2 * pair + 5] >> 22 << 11
-    turned, steps = divmod(w[6 + pair], 1 << 31)
-    x, around = w[pair] << 21 | low, steps - (1 << 31) if steps >> 30 else steps  # 53 and 31 bits
+def nearest_whole(streams: Sequence[tuple[KeyStream, float]], slot: int, part: float) -> float:
+    """part + the sum of size * N over (key stream, size), N of a slot, rounded to a whole number: 32 more bits of each x
+    and each angle at a time, until all numbers that begin with them are rounded alike."""
+    bits = [stream.first_bits(slot // 2) for stream, _ in streams]
     for level in range(1, 1 << 15):
-        more = stream.level(level)
-        x, around = x << 32 | more[2 * pair], around << 32 | more[2 * pair + 1]
+        for (stream, _), each in zip(streams, bits, strict=True):
+            more = stream.level(level)
+            each.x, each.around = each.x << 32 | more[slot // 2 * 2], each.around << 32 | more[slot // 2 * 2 + 1]
         with decimal.localcontext() as context:
             context.prec = 30 + 20 * level
-            error, finest = Decimal(10) ** (10 - context.prec), Decimal(2) ** (-32 * level)
-            left = Decimal((1 << 53 + 32 * level) - x) * finest  # 1 - x in units of 2^-53
-            logarithm = -2 * (left / 2**53).ln()
-            radius = logarithm.sqrt()
-            y = Decimal(around) * finest / 2**31  # half circles
-            coordinate = _sine(y) if slot % 2 else _sine(y + Decimal("0.5"))
-            v = Decimal(part) + Decimal(size) * (-radius if turned else radius) * coordinate
+            found = [each.normal(level, slot % 2 == 1) for each in bits]
+            sizes = [Decimal(size) for _, size in streams]
+            v = Decimal(part) + sum(size * value for size, (value, _) in zip(sizes, found, strict=True))
+            off = sum(abs(size) * error for size, (_, error) in zip(sizes, found, strict=True))
             whole = v.to_integral_value(decimal.ROUND_HALF_EVEN)
-            if left <= finest:
-                continue
-            log_off = 2 * finest / (left - finest) + error
-            radius_off = 2 * log_off / (radius + log_off.sqrt())
-            off = Decimal(size) * (radius_off + radius * 7 * finest / 2**32) + error
-            if abs(v - whole) < Decimal("0.5") - off:
+            if abs(v - whole) < Decimal("0.5") - off - Decimal(10) ** (10 - context.prec):
                 return float(whole)
     raise RuntimeError("the key stream does not end, this one seems to be constant")
+
+
+@dataclasses.dataclass
+class _Bits:
+    """What is drawn of a pair: x in units of 2^-53, the angle in 2^-31 half circles, each times 2^(32 levels)."""
+
+    x: int
+    around: int
+    turned: int
+
+    def normal(self, level: int, odd: bool) -> tuple[Decimal, Decimal]:
+        """A normal of the pair in the present context, and how far off it may be."""
+        error, finest = Decimal(10) ** (10 - decimal.getcontext().prec), Decimal(2) ** (-32 * level)
+        left = Decimal((1 << 53 + 32 * level) - self.x) * finest  # 1 - x in units of 2^-53
+        radius = (-2 * (left / 2**53).ln()).sqrt()
+        y = Decimal(self.around) * finest / 2**31  # half circles
+        value = (-radius if self.turned else radius) * (_sine(y) if odd else _sine(y + Decimal("0.5")))
+        if left <= finest:
+            return value, Decimal("Infinity")
+        log_off = 2 * finest / (left - finest) + error
+        return value, 2 * log_off / (radius + log_off.sqrt()) + radius * 7 * finest / 2**32 + error
 
 
 def _sine(half_circles: Decimal) -> Decimal:

@@ -25,14 +25,15 @@ from .updates import SGD, Adam, Draw, Step, implementation
 
 
 def _reference(step: Step) -> None:
-    key, number, std, scale, keep_grads = step.draw
+    key, number, std, scale, keep_grads, *earlier = step.draw
     for (param, total, *states), offset in step.rows():
         grad = torch.empty_like(total)
         flat, source = grad.view(-1), total.view(-1)
         if std == 0:
             torch.mul(total, scale, out=grad)
         else:
-            for low, high, n in reference_release(source, std, scale, key, number, offset, total.dtype):
+            draws = (number, *earlier)
+            for low, high, n in reference_release(source, std, scale, key, draws, offset, total.dtype):
                 flat[low:high] = n
         if keep_grads:
             total.copy_(grad)
@@ -136,6 +137,7 @@ _sgd_op = define(
     "noisy_sgd_step_(Tensor(a!)[] params, Tensor(b!)[] sums, Tensor(c!)[] momentum_buffers, int[] offsets, *, "
     "int[] key, int step, float std, float scale, float lr, float momentum=0.0, float dampening=0.0, "
     "float weight_decay=0.0, bool nesterov=False, bool maximize=False, bool first=False, bool keep_grads=True, "
+    "int[] earlier_steps=[], float[] earlier_weights=[], "
     "Tensor? counter=None) -> ()",
     implementation(SGD, _reference), _nothing,
     CPU=cpp(implementation(SGD, _native)), CUDA=on_cuda("noisy_sgd_step_", False, triton("step", "noisy_sgd_step_")),
@@ -144,6 +146,7 @@ _adamw_op = define(
     "noisy_adamw_step_(Tensor(a!)[] params, Tensor(b!)[] sums, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "int[] offsets, *, int[] key, int step, float std, float scale, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, int t, bool decoupled=True, bool maximize=False, bool keep_grads=True, "
+    "int[] earlier_steps=[], float[] earlier_weights=[], "
     "Tensor? counter=None) -> ()",
     implementation(Adam, _reference), _nothing,
     CPU=cpp(implementation(Adam, _native)),
@@ -162,6 +165,7 @@ def noisy_sgd_step_(
     key: bytes | Sequence[int], step: int, std: float, scale: float, lr: float, momentum: float = 0.0,
     dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
     first: bool = False, keep_grads: bool = True, counter: Tensor | None = None,
+    earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = (),
 ) -> None:  # fmt: skip
     """One step of torch.optim.SGD with n = (sum + std * N(0, 1)) * scale for gradients, in place.
 
@@ -169,9 +173,9 @@ def noisy_sgd_step_(
     parameters); momentum_buffers of their shapes, not read where momentum = 0 (then [] will do), only written where
     `first`; offsets the global index of each parameter's first element, ranges disjoint; key 32 bytes or 8 words;
     std and scale as above; keep_grads: n is left in `sums`; counter: None, or an int64 [1] tensor on the parameters'
-    device, added to `step`. All tensors contiguous. Raises TypeError or ValueError on anything else.
+    device, added to `step` and earlier steps; earlier_steps, earlier_weights: as of `add_noise_`. All contiguous. Raises TypeError or ValueError on anything else.
     """
-    draw = Draw(words_of(key), step, std, scale, keep_grads)
+    draw = Draw(words_of(key), step, std, scale, keep_grads, list(earlier_steps), list(earlier_weights))
     update = SGD(lr, momentum, dampening, weight_decay, nesterov, maximize, first)
     _call(_sgd_op, (params, sums, momentum_buffers, offsets), draw, update, counter)
 
@@ -181,6 +185,7 @@ def noisy_adamw_step_(
     offsets: Sequence[int], *, key: bytes | Sequence[int], step: int, std: float, scale: float, lr: float,
     beta1: float, beta2: float, eps: float, weight_decay: float, t: int, decoupled: bool = True,
     maximize: bool = False, keep_grads: bool = True, counter: Tensor | None = None,
+    earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = (),
 ) -> None:  # fmt: skip
     """One step of torch.optim.AdamW (Adam where not `decoupled`) with n = (sum + std * N(0, 1)) * scale, in place.
 
@@ -188,6 +193,6 @@ def noisy_adamw_step_(
     parameters' shapes; t the number of steps including this one, 1 at the first; counter is added to it, too.
     Source: Kingma & Ba 2015; Loshchilov & Hutter 2019 (decoupled weight decay). No amsgrad.
     """
-    draw = Draw(words_of(key), step, std, scale, keep_grads)
+    draw = Draw(words_of(key), step, std, scale, keep_grads, list(earlier_steps), list(earlier_weights))
     update = Adam(lr, beta1, beta2, eps, weight_decay, t, decoupled, maximize)
     _call(_adamw_op, (params, sums, exp_avgs, exp_avg_sqs, offsets), draw, update, counter)

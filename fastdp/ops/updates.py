@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import capturing, check_draw, check_range, refuse_graph, refuse_repetition
+from .checks import capturing, check_draw, check_earlier, check_range, refuse_graph, refuse_repetition
 from .common import DTYPES, sum_type
 
 
@@ -20,6 +20,8 @@ class Draw(NamedTuple):
     std: float
     scale: float
     keep_grads: bool = True  # n is left in the sums
+    earlier_steps: Sequence[int] = ()  # correlated noise: the normals that these steps drew, too
+    earlier_weights: Sequence[float] = ()  # and what each is multiplied by, beside std
 
 
 class SGD(NamedTuple):
@@ -96,6 +98,7 @@ class Step(NamedTuple):
     def check_numbers(self) -> None:
         """Raises ValueError if a number does not fit."""
         check_draw(*self.draw[:3])
+        check_earlier(*self.draw[-2:])
         if isinstance(self.update, Adam) and self.update.t < 1:
             raise ValueError(f"t counts this step: 1 or more, not {self.update.t}")
 
@@ -141,7 +144,8 @@ def implementation(
                 if params and capturing(params[0].device):
                     raise RuntimeError("only CUDA C++ captures updates with counter=: build it by FASTDP_CUDA=1")
                 more, counter = int(counter), None
-                draw = draw._replace(step=draw.step + more)
+                earlier = [number + more for number in draw.earlier_steps]
+                draw = draw._replace(step=draw.step + more, earlier_steps=earlier)
                 update = update._replace(t=update.t + more) if isinstance(update, Adam) else update
         elif params and draw.std:
             refuse_repetition(params[0].device)

@@ -204,7 +204,8 @@ def test_levels_are_taken_until_nothing_is_open() -> None:
 
     for circle, whole in ((0, 1.0), (1 << 31, 0.0)):
         asked: list[int] = []
-        assert nearest_whole(Chosen([0] * 15, 0, [0] * 6 + [circle] * 6 + [0] * 4), 0, 0.5, 64.0) == whole
+        stream = Chosen([0] * 15, 0, [0] * 6 + [circle] * 6 + [0] * 4)
+        assert nearest_whole([(stream, 64.0)], 0, 0.5) == whole
         assert asked == [*range(1, 8)]
 
 
