@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from ..accounting import steps_per_epoch
+from ..accounting.participation import Participation
 from ..batch_axis.current_batch import ACTIVE, TELL, WAITING, PhysicalBatch, now
 from ..batch_axis.row_groups import People
 from ..distributed.failure_signal import signals_failure
@@ -114,6 +115,11 @@ class PoissonLoader:
         return 0.0 if sampler.largest is None else truncation(sampler.size, sampler.sample_rate, sampler.largest)
 
     @property
+    def participation(self) -> Participation | None:
+        """When a record can take part, as correlated noise is accounted by; None: in each step, by a Poisson sample."""
+        return self.sampler.participation
+
+    @property
     def steps_per_epoch(self) -> int:
         """The number of logical batches in one pass over the loader."""
         return self.sampler.steps
@@ -158,19 +164,20 @@ class PoissonLoader:
         watch = _WATCHED[mine] = PassWatch(id(self), self._trainers, self.sampler.sample_rate)
         chance = self.truncation
         pending: deque[tuple[int, bool, People | None, int]] | None = None
+        promise: Participation | None = None
         logical, physical, place, step, draws = next(_LOGICAL), 0, 0, 0, ""
         for batch in batches:
             if pending is None:
                 pending = self.sampler.pending
                 place, step = self.sampler.running
-                draws = self.sampler.mark
+                draws, promise = self.sampler.mark, self.sampler.participation
                 watch.begin(mark_of_key(self.sampler.key), (place, step))
             size, final, people, whole = pending.popleft()
             step += final
             note = PhysicalBatch(
                 id(self), logical, physical, size, final, self.sampler.sample_rate, self.expected_batch_size, people,
                 truncation=chance, share=self.sampler.share, place=(draws, place, step - final),
-                whole=whole, seeded=self.sampler.seeded, fixed=self.sampler.fixed,
+                whole=whole, seeded=self.sampler.seeded, participation=promise,
             )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)

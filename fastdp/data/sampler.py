@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from ..accounting.participation import Participation
 from ..accounting.used_draws import BY_SEED
 from ..batch_axis.row_groups import People
 from ..distributed.fingerprints import mark
@@ -28,7 +29,7 @@ class PoissonSampler(Sampler[list[int]]):
     the same, and each rank gets its part of it, in as many physical batches as every other rank.
     """
 
-    fixed = 0  # as of a PhysicalBatch
+    secret = True  # whether the draws must be
     views = 1  # of each record, one after the other
 
     def __init__(
@@ -55,8 +56,13 @@ class PoissonSampler(Sampler[list[int]]):
 
     @property
     def seeded(self) -> bool:
-        """Whether batches that should be secret are drawn by a seed. (A fixed order need not be secret.)"""
-        return self.seed is not None and not self.fixed
+        """Whether batches that should be secret are drawn by a seed."""
+        return self.seed is not None and self.secret
+
+    @property
+    def participation(self) -> Participation | None:
+        """As of a PhysicalBatch."""
+        return None
 
     @property
     def settings(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler, Subset
 
+from ..accounting.participation import Participation
 from ..data.empty_batches import fetching, source_of
 from ..data.loader import PoissonLoader
 from ..data.sampler import PoissonSampler
@@ -22,10 +23,12 @@ from ..utils.keyword_arguments import parameters_of, refuse_unknown
 class FixedOrder(PoissonSampler):
     """Lists of indices, one per physical batch, as of a PoissonSampler, but the same in every pass."""
 
+    secret = False
+
     def __init__(self, order: Sequence[int], batch_size: int, max_physical_batch_size: int | None) -> None:
         size, steps = len(order), len(order) // batch_size
         super().__init__(size, batch_size / size, steps, max_physical_batch_size, seed=0)
-        self.order, self.batch_size, self.fixed = np.asarray(order, dtype=np.int64), batch_size, steps
+        self.order, self.batch_size = np.asarray(order, dtype=np.int64), batch_size
 
     @property
     def settings(self) -> str:
@@ -36,6 +39,11 @@ class FixedOrder(PoissonSampler):
     def mark(self) -> str:
         """The same: there is no key."""
         return self.settings
+
+    @property
+    def participation(self) -> Participation:
+        """A record is at the same place of every pass."""
+        return Participation("fixed order", self.steps, self.steps, mark=self.mark)
 
     def __iter__(self) -> Iterator[list[int]]:
         pending = self.pending = deque()
