@@ -82,13 +82,17 @@ class PoissonSampler(Sampler[list[int]]):
         self.passes, self.first = self.passes + 1, 0
         for step in range(first, self.steps):
             draw = np.random.default_rng(np.random.SeedSequence(self.key, spawn_key=(place, step)))
-            chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
-            if self.largest is not None and len(chosen) > self.largest:
-                chosen = sorted(draw.choice(chosen, self.largest, replace=False).tolist())
-            parts, whole = self._mine(chosen, draw)
+            parts, whole = self._mine(self.chosen(place, step, draw), draw)
             for number, (part, people) in enumerate(parts):
                 pending.append((len(part), number == len(parts) - 1, people, whole))
                 yield [record for record in part for _ in range(self.views)]
+
+    def chosen(self, number: int, step: int, draw: np.random.Generator) -> list[int]:
+        """The samples of a logical batch, of all ranks; number: of the pass; draw: the random numbers of this step."""
+        chosen: list[int] = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
+        if self.largest is not None and len(chosen) > self.largest:
+            chosen = sorted(draw.choice(chosen, self.largest, replace=False).tolist())
+        return chosen
 
     def _mine(self, chosen: list[int], draw: np.random.Generator) -> tuple[list[Part], int]:
         """This rank's physical batches, and the number of records of all ranks.
