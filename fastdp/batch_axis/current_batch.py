@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import StepError
 from .row_groups import People, numbers_of
+
+if TYPE_CHECKING:
+    from ..accounting.participation import Participation
 
 
 class PhysicalBatch(NamedTuple):
@@ -32,7 +35,7 @@ class PhysicalBatch(NamedTuple):
     place: tuple[str, int, int] = ("", 0, 0)  # what the loader draws by, and of the logical batch its pass and step
     whole: int = 0  # records of the logical batch, of all processes
     seeded: bool = False  # sampled by a seed: whoever knows it knows which records are in the batch
-    fixed: int = 0  # the steps of a pass, if every pass has the same batches; 0: they are Poisson samples
+    participation: Participation | None = None  # when a record can be in a batch; None: in each, by a Poisson sample
 
 
 _MOMENTS = itertools.count()

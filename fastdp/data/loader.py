@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from ..accounting import steps_per_epoch
+from ..accounting.participation import Participation
 from ..batch_axis.current_batch import ACTIVE, TELL, WAITING, PhysicalBatch, now
 from ..batch_axis.row_groups import People
 from ..distributed.failure_signal import signals_failure
@@ -28,6 +29,7 @@ from .grouping import Grouping
 from .sample_rates import rate_and_size
 from .sampler import PoissonSampler
 from .skipped_batches import LoaderUsers, PassWatch, SkippedBatches, mark_of_key
+from .streams import StreamRecords
 from .truncation import max_batch_size_for, truncation
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
@@ -52,6 +54,8 @@ class PoissonLoader:
         sampler: the PoissonSampler that draws them.
         expected_batch_size: the expected number of samples in a logical batch.
     """
+
+    made_by = "poisson_loader"
 
     def __init__(self, loader: DataLoader[Any], sampler: PoissonSampler, expected_batch_size: float) -> None:
         self.loader, self.sampler = loader, sampler
@@ -85,9 +89,9 @@ class PoissonLoader:
         try:
             place, step, key = state["pass"], state["step"], state.get("key", self.sampler.key)
         except (AttributeError, KeyError, TypeError) as problem:
-            raise StepError(f"this is no state of a poisson_loader, or of another version: {problem!r}") from None
+            raise StepError(f"this is no state of a {self.made_by}, or of another version: {problem!r}") from None
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (place, step, key)):
-            raise StepError("this is no state of a poisson_loader: pass, step and key are whole numbers from 0 on")
+            raise StepError(f"this is no state of a {self.made_by}: pass, step and key are whole numbers from 0 on")
         if step > self.sampler.steps:
             raise StepError(f"the state is of step {step}; a pass of this loader has {self.sampler.steps}")
         if step == self.sampler.steps:
@@ -112,6 +116,11 @@ class PoissonLoader:
         """The probability that a logical batch is cut to max_batch_size; 0 without one."""
         sampler = self.sampler
         return 0.0 if sampler.largest is None else truncation(sampler.size, sampler.sample_rate, sampler.largest)
+
+    @property
+    def participation(self) -> Participation | None:
+        """When a record can take part, as correlated noise is accounted by; None: in each step, by a Poisson sample."""
+        return self.sampler.participation
 
     @property
     def steps_per_epoch(self) -> int:
@@ -158,19 +167,20 @@ class PoissonLoader:
         watch = _WATCHED[mine] = PassWatch(id(self), self._trainers, self.sampler.sample_rate)
         chance = self.truncation
         pending: deque[tuple[int, bool, People | None, int]] | None = None
+        promise: Participation | None = None
         logical, physical, place, step, draws = next(_LOGICAL), 0, 0, 0, ""
         for batch in batches:
             if pending is None:
                 pending = self.sampler.pending
                 place, step = self.sampler.running
-                draws = self.sampler.mark
+                draws, promise = self.sampler.mark, self.sampler.participation
                 watch.begin(mark_of_key(self.sampler.key), (place, step))
             size, final, people, whole = pending.popleft()
             step += final
             note = PhysicalBatch(
                 id(self), logical, physical, size, final, self.sampler.sample_rate, self.expected_batch_size, people,
                 truncation=chance, share=self.sampler.share, place=(draws, place, step - final),
-                whole=whole, seeded=self.sampler.seeded, fixed=self.sampler.fixed,
+                whole=whole, seeded=self.sampler.seeded, participation=promise,
             )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
@@ -306,20 +316,22 @@ def _share(loader: PoissonLoader, world: World) -> None:
     """Let the loaders of several processes draw one sample, and hand out a part each."""
     if world.size == 1:
         return
-    sampler = loader.sampler
+    sampler, dataset, making = loader.sampler, loader.dataset, f"a {loader.made_by}"
     seed = sampler.seed
-    records = mark_of_records(loader.dataset)
+    # of a stream the first record must do: the last one lies at its end
+    records = mark_of_records([dataset[0]] if isinstance(dataset, StreamRecords) else dataset)
     if records is None:
         warnings.warn(
             "whether all processes have the same dataset cannot be told, since its records are not the same when they "
             "are read twice. Make sure of it: in another order on some rank, a record would count twice in a step.",
             stacklevel=4,
         )
-    world.agree({"making": "a poisson_loader", "seed": seed, "draws": sampler.settings})
+    sizes = {"steps": sampler.steps, "max_physical_batch_size": sampler.limit}
+    world.agree({"making": making, "seed": seed, "draws": sampler.settings, **sizes})
     # of those who can tell, all must hold the same records in the same order
-    told = world.agree({"making": "a poisson_loader", "telling": "its records"}, int(records is not None))
+    told = world.agree({"making": making, "telling": "its records"}, int(records is not None))
     if told == world.size:
-        world.agree({"making": "a poisson_loader", "first, last and other records of the dataset": records})
+        world.agree({"making": making, "first, last and other records of the dataset": records})
     if seed is None:
         sampler.key = int.from_bytes(world.from_first(sampler.key.to_bytes(32, "big")), "big")
     sampler.share, sampler.dealt = world.share, True

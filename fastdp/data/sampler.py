@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from ..accounting.participation import Participation
 from ..accounting.used_draws import BY_SEED
 from ..batch_axis.row_groups import People
 from ..distributed.fingerprints import mark
@@ -28,7 +29,7 @@ class PoissonSampler(Sampler[list[int]]):
     the same, and each rank gets its part of it, in as many physical batches as every other rank.
     """
 
-    fixed = 0  # as of a PhysicalBatch
+    secret = True  # whether the draws must be
     views = 1  # of each record, one after the other
 
     def __init__(
@@ -55,8 +56,13 @@ class PoissonSampler(Sampler[list[int]]):
 
     @property
     def seeded(self) -> bool:
-        """Whether batches that should be secret are drawn by a seed. (A fixed order need not be secret.)"""
-        return self.seed is not None and not self.fixed
+        """Whether batches that should be secret are drawn by a seed."""
+        return self.seed is not None and self.secret
+
+    @property
+    def participation(self) -> Participation | None:
+        """As of a PhysicalBatch."""
+        return None
 
     @property
     def settings(self) -> str:
@@ -76,13 +82,17 @@ class PoissonSampler(Sampler[list[int]]):
         self.passes, self.first = self.passes + 1, 0
         for step in range(first, self.steps):
             draw = np.random.default_rng(np.random.SeedSequence(self.key, spawn_key=(place, step)))
-            chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
-            if self.largest is not None and len(chosen) > self.largest:
-                chosen = sorted(draw.choice(chosen, self.largest, replace=False).tolist())
-            parts, whole = self._mine(chosen, draw)
+            parts, whole = self._mine(self.chosen(place, step, draw), draw)
             for number, (part, people) in enumerate(parts):
                 pending.append((len(part), number == len(parts) - 1, people, whole))
                 yield [record for record in part for _ in range(self.views)]
+
+    def chosen(self, number: int, step: int, draw: np.random.Generator) -> list[int]:
+        """The samples of a logical batch, of all ranks; number: of the pass; draw: the random numbers of this step."""
+        chosen: list[int] = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
+        if self.largest is not None and len(chosen) > self.largest:
+            chosen = sorted(draw.choice(chosen, self.largest, replace=False).tolist())
+        return chosen
 
     def _mine(self, chosen: list[int], draw: np.random.Generator) -> tuple[list[Part], int]:
         """This rank's physical batches, and the number of records of all ranks.

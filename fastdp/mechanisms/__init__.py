@@ -4,8 +4,8 @@
 True
 """
 
+from .cycle_loaders import CycleLoader, balls_in_bins_loader, cyclic_poisson_loader, fixed_order_loader, ftrl_loader
 from .fedavg import DPFedAvg
-from .fixed_order import FixedOrderLoader, ftrl_loader
 from .ftrl import DPFTRL
 from .langevin import check_unclipped, noise_multiplier_for_temperature, temperature
 from .participation import Tree, nodes_over, tree_epsilon, tree_noise_multiplier
@@ -13,13 +13,16 @@ from .tree import variance_of
 from .tuning import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 
 __all__ = [
+    "CycleLoader",
     "DPFTRL",
     "DPFedAvg",
-    "FixedOrderLoader",
     "NegativeBinomialRuns",
     "PoissonRuns",
     "Tree",
+    "balls_in_bins_loader",
     "check_unclipped",
+    "cyclic_poisson_loader",
+    "fixed_order_loader",
     "ftrl_loader",
     "nodes_over",
     "noise_multiplier_for_temperature",

@@ -87,17 +87,23 @@ class TreePrivacy(PrivateStep):
         trees: Trees = self.mechanism
         if current is None:
             raise StepError(f"{_NEEDS}no batch of it is in hand, so which records the step is of is not known")
-        if not current.fixed:
+        promise = current.participation
+        if promise is None:
             raise StepError(
                 f"{_NEEDS}a poisson_loader samples anew at each step, so a record is in one tree many times. Take "
                 "DPSGD for it"
+            )
+        if promise.kind != "fixed order":
+            raise StepError(
+                f"{_NEEDS}this loader's promise is another ({promise.kind}). Take DPSGD with noise= for it, or leave "
+                "out shuffle_within="
             )
         if trees.order and current.place[0] != trees.order:
             raise StepError(
                 f"{_NEEDS}this run began with another order, batch size or number of records. A record would be at "
                 "another step of a pass than before, and how often it took part would not be known"
             )
-        trees.steps, trees.records = current.fixed, current.fixed * current.expected_batch_size
+        trees.steps, trees.records = promise.period, promise.period * current.expected_batch_size
 
     def ready(self) -> bool:
         self._check_order(self.loader_batch.current())

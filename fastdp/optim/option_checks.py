@@ -23,10 +23,11 @@ def of_loader(
         rate: the sample rate that the optimizer was given, and
         expected: its expected batch size.
     """
-    if current.fixed:
+    if current.participation is not None:
         raise StepError(
-            "the batches come in a fixed order (ftrl_loader), and this optimizer accounts for Poisson sampling: take "
-            "fastdp.poisson_loader, or train with fastdp.mechanisms.DPFTRL"
+            f"the loader's batches are for correlated noise (its promise: {current.participation.kind}), and this "
+            "optimizer accounts for Poisson sampling: give it noise=fastdp.mechanisms.Bisr(4), say, or take "
+            "fastdp.poisson_loader. On a fixed order, fastdp.mechanisms.DPFTRL trains, too"
         )
     refuse_second_step(current, stepped)
     if rate is not None and abs(rate - current.sample_rate) > 1e-9:

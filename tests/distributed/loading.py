@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import fastdp
 from fastdp.errors import StepError
+from fastdp.mechanisms import balls_in_bins_loader, cyclic_poisson_loader, ftrl_loader
 
 from .models import adamw, batch, build, loss_of, single, whole
 
@@ -90,4 +92,30 @@ def skipped_by_one(rank: int, world: int) -> None:
     optimizer.detach()
 
 
-CASES = {case.__name__: case for case in (records, persons, loader_refused, skipped_by_one)}
+class Stream(IterableDataset[int]):
+    """Numbers from one on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, 60))
+
+
+def cycles(rank: int, world: int) -> list[Any]:
+    """Of each loader for correlated noise: the mark, and the numbers of each physical batch of two passes."""
+    made = (
+        ftrl_loader(Stream(0), records=60, batch_size=9, max_physical_batch_size=2),
+        ftrl_loader(range(60), batch_size=5, shuffle_within=3, max_physical_batch_size=2),
+        cyclic_poisson_loader(range(60), batch_size=5, cycle=4),
+        balls_in_bins_loader(range(60), batch_size=5, max_physical_batch_size=2),
+    )
+    for options in ({"batch_size": 5 + rank}, {"batch_size": 5, "max_physical_batch_size": 2 + rank}):
+        with pytest.raises(StepError):
+            ftrl_loader(range(60), **options)
+    with pytest.raises(StepError, match="records of the dataset"):
+        ftrl_loader(Stream(rank), records=59, batch_size=9)
+    return [(each.participation.mark, [batch.tolist() for _ in range(2) for batch in each]) for each in made]
+
+
+CASES = {case.__name__: case for case in (records, persons, loader_refused, skipped_by_one, cycles)}

@@ -59,6 +59,18 @@ def test_the_records_do_not_depend_on_the_number_of_ranks(case, ranks):
                 assert len(set().union(*owners)) == sum(map(len, owners))  # nobody is on two ranks
 
 
+def test_loaders_for_correlated_noise_deal_one_batch_to_all(ranks):
+    """Ranks agree on the key of a secret deal, make as many batches, and take each record of a pass once."""
+    for kind, ((mark, mine), (other, others)) in enumerate(zip(*(each["cycles"] for each in ranks.of(2)), strict=True)):
+        assert mark == other and len(mine) == len(others)
+        if kind == 2:  # cyclic Poisson
+            together = [{*a, *b} for a, b in zip(mine, others, strict=True)]
+            assert all({number % 4 for number in batch} <= {step % 4} for step, batch in enumerate(together))
+        else:
+            assert sorted(sum(mine + others, [])) == [n for n in range(54 if kind == 0 else 60) for _ in range(2)]
+        assert not any({*a} & {*b} for a, b in zip(mine, others, strict=True))
+
+
 def test_the_example(tmp_path):
     """Started as people do; those of the other files are forked (tests/forked.py)."""
     pytest.importorskip("sklearn")
