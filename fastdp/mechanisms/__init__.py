@@ -4,25 +4,37 @@
 True
 """
 
+from .correlated_privacy import Block, epsilon_of_blocks
 from .fedavg import DPFedAvg
 from .fixed_order import FixedOrderLoader, ftrl_loader
 from .ftrl import DPFTRL
 from .langevin import check_unclipped, noise_multiplier_for_temperature, temperature
 from .participation import Tree, nodes_over, tree_epsilon, tree_noise_multiplier
+from .sensitivity import sensitivity
+from .strategies import Bisr, Independent, Lambda, Matrix, Strategy, TreeAggregation
 from .tree import variance_of
 from .tuning import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 
 __all__ = [
+    "Bisr",
+    "Block",
     "DPFTRL",
     "DPFedAvg",
     "FixedOrderLoader",
+    "Independent",
+    "Lambda",
+    "Matrix",
     "NegativeBinomialRuns",
     "PoissonRuns",
+    "Strategy",
     "Tree",
+    "TreeAggregation",
     "check_unclipped",
+    "epsilon_of_blocks",
     "ftrl_loader",
     "nodes_over",
     "noise_multiplier_for_temperature",
+    "sensitivity",
     "temperature",
     "tree_epsilon",
     "tree_noise_multiplier",
