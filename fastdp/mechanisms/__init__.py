@@ -4,28 +4,40 @@
 True
 """
 
+from .correlated_privacy import Block, epsilon_of_blocks
 from .cycle_loaders import CycleLoader, balls_in_bins_loader, cyclic_poisson_loader, fixed_order_loader, ftrl_loader
 from .fedavg import DPFedAvg
 from .ftrl import DPFTRL
 from .langevin import check_unclipped, noise_multiplier_for_temperature, temperature
 from .participation import Tree, nodes_over, tree_epsilon, tree_noise_multiplier
+from .sensitivity import sensitivity
+from .strategies import Bisr, Independent, Lambda, Matrix, Strategy, TreeAggregation
 from .tree import variance_of
 from .tuning import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 
 __all__ = [
+    "Bisr",
+    "Block",
     "CycleLoader",
     "DPFTRL",
     "DPFedAvg",
+    "Independent",
+    "Lambda",
+    "Matrix",
     "NegativeBinomialRuns",
     "PoissonRuns",
+    "Strategy",
     "Tree",
+    "TreeAggregation",
     "balls_in_bins_loader",
     "check_unclipped",
     "cyclic_poisson_loader",
+    "epsilon_of_blocks",
     "fixed_order_loader",
     "ftrl_loader",
     "nodes_over",
     "noise_multiplier_for_temperature",
+    "sensitivity",
     "temperature",
     "tree_epsilon",
     "tree_noise_multiplier",

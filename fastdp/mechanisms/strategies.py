@@ -1,0 +1,273 @@
+"""Noise that is correlated from step to step, so that later noise cancels earlier noise: matrix mechanisms.
+
+At step t the optimizer releases g_t + s (D z)_t: g_t is the sum of clipped gradients, s the noise multiplier times the
+clipping norm, and z are independent standard normals. D is lower triangular, so a step needs no later normals. What is
+released is a function of C g + s z with the encoder C = D^-1. This is one Gaussian mechanism, whose sensitivity
+(`sensitivity`) is that of C. The noise of a sum over all steps so far has the coefficients A D, A being lower
+triangular with ones: they are small where rows of D are differences.
+
+Past normals are not kept, but drawn again, so a strategy here is one whose D has short rows. `Strategy.noise_row` tells
+them. `Banded`, whose encoder has few bands, has a D with long rows: it cuts them, and its encoder is the one of what
+is left, which is really run.
+
+Source: Denisov et al. 2022 (arXiv 2202.08312); Lambda, Kalinin, McKenna, Pagh and Lampert 2026 (arXiv 2601.22334);
+Bisr, Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128); trees, Dwork et al. 2010 and Chan et al. 2011.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from ..distributed.fingerprints import mark
+from ..errors import StepError
+
+Row = tuple[float, list[tuple[int, float]]]
+
+
+class Strategy:
+    """How the noise of steps is correlated. Steps are counted from 0 within a block of noise.
+
+    Attributes:
+        bands: the number of bands of the encoder, the diagonal among them, if it has few by design; else None.
+        toeplitz: whether the encoder's entries depend on the difference of row and column alone.
+    """
+
+    bands: int | None = None
+    toeplitz = False
+
+    def noise_row(self, step: int) -> Row:
+        """Return the weight of the step's own normal, and (lag, weight) of each earlier one whose weight is not 0."""
+        raise NotImplementedError
+
+    def rows(self, steps: int) -> np.ndarray:
+        """Return D of so many steps, as an array [steps, steps]."""
+        found = np.zeros((steps, steps))
+        for step in range(steps):
+            found[step, step], earlier = self.noise_row(step)
+            for lag, weight in earlier:
+                found[step, step - lag] = weight
+        return found
+
+    def encoder(self, steps: int) -> np.ndarray:
+        """Return C of so many steps, the inverse of D, as an array [steps, steps]."""
+        from scipy.linalg import solve_triangular
+
+        return solve_triangular(self.rows(steps), np.eye(steps), lower=True)
+
+    @property
+    def mark(self) -> str:
+        """A name of the strategy and its settings: runs with the same one add the same noise to the same normals."""
+        return repr(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strategy) and self.mark == other.mark
+
+    def __hash__(self) -> int:
+        return hash(self.mark)
+
+
+class Toeplitz(Strategy):
+    """A strategy whose rows of D are the same at all steps: its subclasses say which.
+
+    Attributes:
+        weights: of the step's own normal, the one of the step before, and so on.
+    """
+
+    toeplitz = True
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = np.asarray(weights, dtype=np.float64)
+        self._known = np.zeros(0)
+
+    @property
+    def draws(self) -> int:
+        """The normals that a step draws."""
+        return int(np.count_nonzero(self.weights))
+
+    def noise_row(self, step: int) -> Row:
+        earlier = enumerate(self.weights[1 : step + 1].tolist(), 1)
+        return float(self.weights[0]), [(lag, weight) for lag, weight in earlier if weight]
+
+    def coefficients(self, steps: int) -> np.ndarray:
+        """Return the first column of C, of which all others are shifts: the inverse of D's as a power series."""
+        if len(self._known) < steps:
+            from scipy.signal import lfilter
+
+            impulse = np.zeros(max(steps, 2 * len(self._known)))  # asked again after each step
+            impulse[0] = 1.0
+            self._known = lfilter([1.0], self.weights, impulse)
+            self._known.flags.writeable = False
+        return self._known[:steps]
+
+    def encoder(self, steps: int) -> np.ndarray:
+        from scipy.linalg import toeplitz
+
+        return toeplitz(self.coefficients(steps), np.zeros(steps))
+
+
+class Independent(Toeplitz):
+    """Noise that is independent from step to step, as DP-SGD's."""
+
+    bands = 1
+
+    def __init__(self) -> None:
+        super().__init__([1.0])
+
+    def __repr__(self) -> str:
+        return "Independent()"
+
+
+class Lambda(Toeplitz):
+    """Each step takes a part of the last step's noise back: D has the rows (1, -weight).
+
+    Args:
+        weight: in [0, 1): lambda. Near 1, sums of many steps have little noise, and a record's gradient needs much.
+
+    Raises:
+        ValueError: if it is outside.
+    """
+
+    def __init__(self, weight: float) -> None:
+        if isinstance(weight, bool) or not 0 <= weight < 1:
+            raise ValueError(f"weight must lie in [0, 1), not {weight!r}")
+        self.weight = float(weight)
+        super().__init__([1.0, -self.weight])
+
+    def __repr__(self) -> str:
+        return f"Lambda(weight={self.weight!r})"
+
+
+class Bisr(Toeplitz):
+    """The banded inverse square root: D has the first coefficients of the square root of the inverse of a workload.
+
+    The workload is what optimizers sum up: prefix sums, 1 / (1 - x); with momentum and weight decay,
+    1 / ((1 - a x) (1 - b x)) for a = 1 - weight_decay and b = momentum.
+
+    Args:
+        bands: the number of coefficients, and so of normals that a step draws, at least 1. (The encoder is not banded.)
+        momentum: of the optimizer, in [0, 1).
+        weight_decay: the part of the weights that a step takes away (learning rate times weight decay), in [0, 1).
+
+    Raises:
+        ValueError: if one is out of range.
+    """
+
+    def __init__(self, bands: int, *, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        whole("bands", bands)
+        for name, value in (("momentum", momentum), ("weight_decay", weight_decay)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must lie in [0, 1), not {value!r}")
+        self.settings = (bands, momentum, weight_decay)
+        root = square_root(bands)
+        powers = np.arange(bands)
+        super().__init__(np.convolve(root * (1 - weight_decay) ** powers, root * float(momentum) ** powers)[:bands])
+
+    def __repr__(self) -> str:
+        bands, momentum, weight_decay = self.settings
+        more = f", momentum={momentum!r}, weight_decay={weight_decay!r}" if momentum or weight_decay else ""
+        return f"Bisr(bands={bands}{more})"
+
+
+class TreeAggregation(Strategy):
+    """A binary tree of noise, as a Fenwick tree: the sum of t steps has the noise of so many nodes as t has digits 1.
+
+    The node that ends at step t (from 1) covers as many steps as the lowest digit of t that is 1 says, and has the
+    normal of t. This is DPFTRL's tree without variance reduction.
+    """
+
+    def noise_row(self, step: int) -> Row:
+        number, end = step + 1, step
+        earlier = []
+        while end > number - (number & -number):
+            earlier.append((number - end, -1.0))
+            end -= end & -end
+        return 1.0, earlier
+
+    def encoder(self, steps: int) -> np.ndarray:
+        number, place = np.arange(1, steps + 1)[:, None], np.arange(1, steps + 1)[None]
+        return ((number - (number & -number) < place) & (place <= number)).astype(np.float64)
+
+    def __repr__(self) -> str:
+        return "TreeAggregation()"
+
+
+class Matrix(Strategy):
+    """A strategy that is given as a matrix.
+
+    Args:
+        rows: D, a lower-triangular array [steps, steps] without a zero on its diagonal.
+        encoder: C = D^-1 instead.
+
+    Raises:
+        ValueError: if the array is no such matrix, or both or none are given.
+
+    Asked for more steps than it has, it raises StepError.
+    """
+
+    def __init__(self, rows: Any = None, *, encoder: Any = None) -> None:
+        if (rows is None) == (encoder is None):
+            raise ValueError("give either rows= (D) or encoder= (C)")
+        name, given = ("rows", rows) if encoder is None else ("encoder", encoder)
+        array = np.array(given, dtype=np.float64)
+        if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
+            raise ValueError(f"{name} must be a square matrix, not of shape {array.shape}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} must be finite: it has entries that are infinite or not a number")
+        if np.triu(array, 1).any():
+            raise ValueError(f"{name} must be lower triangular: a step's noise cannot depend on later steps")
+        if not np.diagonal(array).all():
+            raise ValueError(f"{name} must have no 0 on its diagonal: that step would have no noise of its own")
+        from scipy.linalg import solve_triangular
+
+        other = np.tril(solve_triangular(array, np.eye(len(array)), lower=True))
+        self._rows, self._encoder = (array, other) if encoder is None else (other, array)
+        if not np.isfinite(other).all():
+            raise ValueError(f"{name} has no finite inverse")
+
+    @functools.cached_property
+    def bands(self) -> int:  # type: ignore[override]
+        """The bands of C that are not zero, but for rounding."""
+        present = np.abs(self._encoder) > 1e-14 * np.abs(self._encoder).max()
+        return int(max(row - column for row, column in zip(*np.nonzero(present), strict=True))) + 1
+
+    def noise_row(self, step: int) -> Row:
+        self._reach(step + 1)
+        row = self._rows[step, :step][::-1]
+        return float(self._rows[step, step]), [(int(lag) + 1, float(row[lag])) for lag in np.flatnonzero(row)]
+
+    def encoder(self, steps: int) -> np.ndarray:
+        self._reach(steps)
+        return self._encoder[:steps, :steps]
+
+    def _reach(self, steps: int) -> None:
+        if steps > len(self._rows):
+            raise StepError(
+                f"the noise is a matrix of {len(self._rows)} steps, and the run has more: give a larger matrix, or a "
+                "strategy for any number of steps (Lambda, Bisr)"
+            )
+
+    @property
+    def mark(self) -> str:
+        return f"Matrix {mark(self._rows.tobytes())}"
+
+    def __repr__(self) -> str:
+        return f"<Matrix of {len(self._rows)} steps>"
+
+
+def square_root(terms: int) -> np.ndarray:
+    """Return the first coefficients of (1 - x)^(1/2).
+
+    >>> square_root(4).tolist()
+    [1.0, -0.5, -0.125, -0.0625]
+    """
+    place = np.arange(1, terms)
+    return np.concatenate([[1.0], np.cumprod((place - 1.5) / place)])
+
+
+def whole(name: str, value: Any) -> None:
+    """Raises ValueError unless the option is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
