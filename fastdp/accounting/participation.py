@@ -26,3 +26,21 @@ class Participation(NamedTuple):
     separation: int
     rate: float = 1.0
     mark: str = ""
+
+
+class Block(NamedTuple):
+    """Steps whose noise is correlated. A restart begins another block, which is independent of all before.
+
+    Attributes:
+        name: that no other block has.
+        noise_multiplier: s over the clipping norm.
+        steps: of the block.
+        participation: what the loader promised.
+        first: the step of a cycle at which the block began; None if it is not known, which costs a little privacy.
+    """
+
+    name: str
+    noise_multiplier: float
+    steps: int
+    participation: Participation
+    first: int | None = None

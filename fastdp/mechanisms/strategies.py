@@ -17,10 +17,12 @@ Bisr, Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128); trees, Dwo
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from ..accounting.participation import Block, Participation
 from ..distributed.fingerprints import mark
 from ..errors import StepError
 
@@ -56,6 +58,15 @@ class Strategy:
         from scipy.linalg import solve_triangular
 
         return solve_triangular(self.rows(steps), np.eye(steps), lower=True)
+
+    def check(self, participation: Participation) -> None:
+        """Raises AccountingError if batches of this kind cannot be accounted for under this strategy."""
+
+    def epsilon(self, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
+        """As `epsilon_of_blocks`."""
+        from .correlated_privacy import epsilon_of_blocks
+
+        return epsilon_of_blocks(self, blocks, delta, accountant)
 
     @property
     def mark(self) -> str:

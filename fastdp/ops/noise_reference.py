@@ -72,9 +72,10 @@ def reference_release(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(low, high, n [high - low]) of successive ranges of the sum: n = unit * round(sum / unit + size * N) * scale.
 
-    N is the sum of the normals of steps, each times a weight; draws: the step whose weight is 1, the earlier ones, their
-    weights. total: one-dimensional, float32 or float64; dtype: of what is released. The product is in float32 where neither that
-    nor std nor scale needs more. A sum that is no number, or is too large for noise to change a bit of it, stays.
+    N is the sum of the normals of steps, each times a weight; draws: the step whose weight is 1, the earlier ones,
+    their weights. total: one-dimensional, float32 or float64; dtype: of what is released. The product is in float32
+    where neither that nor std nor scale needs more. A sum that is no number, or is too large for noise to change a bit
+    of it, stays.
     """
     size, unit = Grid.of(std, dtype)
     single = dtype != torch.float64 and all(
@@ -228,8 +229,8 @@ def reference_box_muller(words: Tensor) -> Tensor:
 
 
 def nearest_whole(streams: Sequence[tuple[KeyStream, float]], slot: int, part: float) -> float:
-    """part + the sum of size * N over (key stream, size), N of a slot, rounded to a whole number: 32 more bits of each x
-    and each angle at a time, until all numbers that begin with them are rounded alike."""
+    """part + the sum of size * N over (key stream, size), N of a slot, rounded to a whole number: 32 more bits of each
+    x and each angle at a time, until all numbers that begin with them are rounded alike."""
     bits = [stream.first_bits(slot // 2) for stream, _ in streams]
     for level in range(1, 1 << 15):
         for (stream, _), each in zip(streams, bits, strict=True):

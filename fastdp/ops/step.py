@@ -25,14 +25,14 @@ from .updates import SGD, Adam, Draw, Step, implementation
 
 
 def _reference(step: Step) -> None:
-    key, number, std, scale, keep_grads, *earlier = step.draw
+    key, number, std, scale, keep_grads, earlier_steps, earlier_weights = step.draw
     for (param, total, *states), offset in step.rows():
         grad = torch.empty_like(total)
         flat, source = grad.view(-1), total.view(-1)
         if std == 0:
             torch.mul(total, scale, out=grad)
         else:
-            draws = (number, *earlier)
+            draws = (number, earlier_steps, earlier_weights)
             for low, high, n in reference_release(source, std, scale, key, draws, offset, total.dtype):
                 flat[low:high] = n
         if keep_grads:
@@ -173,7 +173,8 @@ def noisy_sgd_step_(
     parameters); momentum_buffers of their shapes, not read where momentum = 0 (then [] will do), only written where
     `first`; offsets the global index of each parameter's first element, ranges disjoint; key 32 bytes or 8 words;
     std and scale as above; keep_grads: n is left in `sums`; counter: None, or an int64 [1] tensor on the parameters'
-    device, added to `step` and earlier steps; earlier_steps, earlier_weights: as of `add_noise_`. All contiguous. Raises TypeError or ValueError on anything else.
+    device, added to `step` and earlier_steps; earlier_steps, earlier_weights: std * weight times the normals of such a
+    step are added, too. All tensors contiguous. Raises TypeError or ValueError on anything else.
     """
     draw = Draw(words_of(key), step, std, scale, keep_grads, list(earlier_steps), list(earlier_weights))
     update = SGD(lr, momentum, dampening, weight_decay, nesterov, maximize, first)

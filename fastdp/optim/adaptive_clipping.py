@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..engine.gradients import Gradients, add
 from ..errors import ClippingError, StepError
+from .correlated_noise import CorrelatedStep
 from .fused_update import Release
 from .private_step import PrivateStep
 
@@ -206,12 +207,16 @@ def step_class_for(kept_by: type[PrivateStep], options: dict[str, Any]) -> type[
         if options.get(name, name) is None:
             del options[name]
     adaptive = isinstance(options.get("clipping"), str) and options["clipping"] == "adaptive"
+    if options.get("noise", kept_by) is None:
+        del options["noise"]
+    if "noise" in options and adaptive:
+        raise ClippingError('clipping="adaptive" with noise=: correlated noise needs one clipping norm for many steps')
     given = [name for name in OPTIONS if name in options]
     if given and not adaptive:
         raise ClippingError(f'{", ".join(given)}: of adaptive clipping, which is clipping="adaptive"')
     if adaptive and kept_by is not PrivateStep:
         raise ClippingError('clipping="adaptive" is not for this optimizer: its noise needs one norm for many steps')
-    return AdaptiveStep if adaptive else kept_by
+    return AdaptiveStep if adaptive else CorrelatedStep if "noise" in options else kept_by
 
 
 def _number(name: str, value: Any) -> float:

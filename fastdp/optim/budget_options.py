@@ -9,8 +9,10 @@ from torch.utils.data import IterableDataset
 
 from ..accounting import History, check_options, default_delta, delta_problem, noise_multiplier_for, steps_per_epoch
 from ..accounting.budget import Budget
+from ..accounting.participation import Block
 from ..data.loader import PoissonLoader
 from ..errors import AccountingError
+from .correlated_noise import BlocksBudget
 
 OF_BUDGET = ("target_epsilon", "delta", "epochs", "steps", "loader")
 _NEEDED = "give noise_multiplier=, or target_epsilon= with loader= (or sample_rate=) and epochs= (or steps=)"
@@ -37,6 +39,8 @@ def take_budget(options: dict[str, Any], owner: str, spent: History) -> Budget |
         raise TypeError(f"{owner}: give either noise_multiplier= or target_epsilon=, from which the noise follows")
     if (epochs is None) == (steps is None):
         raise TypeError(f"{owner}: target_epsilon= needs the length of the run: either epochs= or steps=")
+    if options.get("noise") is not None:
+        return _of_blocks(options, given, owner, spent)
     for name in ("target_epsilon", "delta", "epochs"):
         if (value := given[name]) is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{name} must be a number, not {value!r}")
@@ -93,3 +97,28 @@ def _of_loader(loader: Any, rate: float | None, owner: str) -> tuple[float, int,
             f"sample_rate={rate} was given, but the loader samples at {loader.sample_rate}: leave it out"
         )
     return loader.sample_rate, loader.sampler.size, loader.truncation, loader.steps_per_epoch
+
+
+def _of_blocks(options: dict[str, Any], given: dict[str, Any], owner: str, spent: History) -> Budget:
+    """As `take_budget`, where noise= is given: one block of correlated noise over the whole run."""
+    target, delta, epochs, steps, loader = given.values()
+    promise = getattr(loader, "participation", None)
+    if promise is None:
+        raise TypeError(f"{owner}: target_epsilon= with noise= needs loader=, one of fastdp.mechanisms, not {loader!r}")
+    if spent:
+        raise AccountingError(
+            "the budget cannot be kept: steps that the model's optimizer has made cannot be counted with correlated "
+            "noise. Give noise_multiplier=, and add up both epsilons; or detach() it before, if it had other data"
+        )
+    delta = default_delta(loader.sampler.size) if delta is None else delta
+    if problem := delta_problem(delta, loader.sampler.size, "sample"):
+        raise ValueError(f"{problem}. Leave delta= out for {default_delta(loader.sampler.size):g}")
+    steps = math.ceil(epochs * loader.steps_per_epoch - 1e-9) if steps is None else steps
+    if not steps > 0:
+        raise ValueError(f"a run of {steps} steps: epochs= or steps= must be above 0")
+    accountant, strategy = options.get("accountant", "prv"), options["noise"]
+    strategy.check(promise)
+    sigma = options["noise_multiplier"] = strategy.noise_multiplier(
+        target_epsilon=target, delta=delta, steps=steps, participation=promise, accountant=accountant
+    )
+    return BlocksBudget(target, delta, accountant, Block("planned", sigma, steps, promise, 0))

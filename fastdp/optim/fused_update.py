@@ -38,7 +38,12 @@ class Release(NamedTuple):
     std: float
     scale: float
     parts: dict[int, Box] = {}  # of sharded parameters: what of them the sums are
+    earlier: Sequence[tuple[int, float]] = ()  # (step, weight): correlated noise has these normals, too
     public: dict[int, Tensor] = {}  # gradients without noise, added to what is released: in the sum they would round it
+
+    def noise_into(self, total: Tensor, offset: int) -> Tensor:
+        """The same, of a sum whose first element has this global index, in place."""
+        return self.noise.add_scaled_(total, self.std, self.scale, offset, self.earlier)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The private gradient of a parameter, in its type; None if it is not tracked."""
@@ -47,37 +52,37 @@ class Release(NamedTuple):
             return None
         part, offset = self.parts.get(id(parameter)), self.offsets[id(parameter)]
         start = offset if part is None else offset - part.first
-        noisy = add_noise_(self.noise, total, self.std, self.scale, start, part)
+        noisy = add_noise_(self, total, start, part)
         if (more := self.public.get(id(parameter))) is not None:
             noisy.add_(more)
         noisy = noisy if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
         return noisy if part is None else placed_like(noisy, parameter)
 
 
-def add_noise_(noise: Noise, total: Tensor, std: float, scale: float, offset: int, part: Part | Box | None) -> Tensor:
+def add_noise_(by: Release, total: Tensor, offset: int, part: Part | Box | None) -> Tensor:
     """(total + std * N) * scale, in place. offset: of the first element of the whole parameter, of which the total is
     this part (None: all of it)."""
     part = part.box if isinstance(part, Part) else part
     if part is None or part.rows == 1:
-        return noise.add_scaled_(total, std, scale, offset + (0 if part is None else part.first))
-    _add_by_runs(noise, total.view(part.rows, part.length), std, scale, part.stride, offset + part.first)
+        return by.noise_into(total, offset + (0 if part is None else part.first))
+    _add_by_runs(by, total.view(part.rows, part.length), part.stride, offset + part.first)
     return total
 
 
-def _add_by_runs(noise: Noise, runs: Tensor, std: float, scale: float, stride: int, offset: int) -> None:
+def _add_by_runs(by: Release, runs: Tensor, stride: int, offset: int) -> None:
     """runs: [rows, length], each `stride` elements after the one before. Where not much lies between, they are laid
     out as in the whole parameter, many at once: more noise is drawn than is used, by fewer calls."""
     rows, length = runs.shape
     if stride - length > _IN_VAIN.get(runs.device.type, 1 << 17) or rows * length == 0:
         for row, run in enumerate(runs):
-            noise.add_scaled_(run, std, scale, offset + row * stride)
+            by.noise_into(run, offset + row * stride)
         return
     at_once = max(1, _AT_ONCE // stride)
     for row in range(0, rows, at_once):
         some = runs[row : row + at_once]
         laid = some.new_zeros(len(some), stride)
         laid[:, :length] = some
-        noise.add_scaled_(laid, std, scale, offset + row * stride)
+        by.noise_into(laid, offset + row * stride)
         some.copy_(laid[:, :length])
 
 
@@ -169,7 +174,8 @@ def step(
     The sums are overwritten. known: as of `can_fuse`, which must have been asked just before; what is found is added.
     """
     known, noise = {} if known is None else known, release.noise
-    draw = Draw(words_of(noise.key), noise.step, release.std, release.scale)
+    earlier = [list(each) for each in zip(*release.earlier, strict=True)]
+    draw = Draw(words_of(noise.key), noise.step, release.std, release.scale, True, *earlier)
     for number, group in enumerate(groups):
         table = known.get(number)
         same = table is not None and table.is_of_one_age(kind, state, release.sums)

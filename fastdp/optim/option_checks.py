@@ -32,12 +32,17 @@ def of_loader(
     refuse_second_step(current, stepped)
     if rate is not None and abs(rate - current.sample_rate) > 1e-9:
         raise AccountingError(f"sample_rate={rate} was given, but the loader samples at {current.sample_rate}")
+    return current.sample_rate, expected_of(current, expected)
+
+
+def expected_of(current: PhysicalBatch, expected: float | None) -> float:
+    """The expected batch size: the loader's, which one that was given must fit. Raises StepError."""
     if expected is not None and abs(expected - current.expected_batch_size) > 0.5:
         raise StepError(
             f"expected_batch_size={expected} was given, but the loader's is {current.expected_batch_size:g}: leave it "
             "out, the loader tells it"
         )
-    return current.sample_rate, current.expected_batch_size if expected is None else expected
+    return current.expected_batch_size if expected is None else expected
 
 
 def refuse_second_step(current: PhysicalBatch, stepped: tuple[int, int]) -> None:

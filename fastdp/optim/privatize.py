@@ -24,7 +24,7 @@ from .option_checks import take_norms, take_views
 from .private_optimizer import PrivateOptimizer
 from .private_step import PrivateStep
 
-OF_PRIVACY = [*inspect.getfullargspec(PrivateStep.__init__).kwonlyargs, *OPTIONS]
+OF_PRIVACY = [*inspect.getfullargspec(PrivateStep.__init__).kwonlyargs, *OPTIONS, "noise"]
 
 
 @functools.cache
@@ -66,6 +66,7 @@ def privatize(
     ledger: str | PathLike[str] | None = None,
     graphed: bool = False,
     norms: str = "exact",
+    noise: Any = None,
 ) -> PrivateOptimizer:
     """Make an optimizer private, in place. It keeps its parameter groups, state, hooks and schedulers.
 
@@ -110,6 +111,8 @@ def privatize(
         quantile_rate: of adaptive clipping, how fast R moves (default 0.2).
         count_noise: of adaptive clipping, the standard deviation of the noise on the number of samples that are not
             clipped (default: a twentieth of the expected batch size).
+        noise: a strategy of `fastdp.mechanisms` (Lambda, Bisr, Banded ...): noise that is correlated from step to step,
+            for loaders of `fastdp.mechanisms` (None: independent noise, for Poisson samples).
         norms: "exact". ("jl", norms by random projections, is refused: docs/mechanisms.md says why.)
 
     Returns:
@@ -149,19 +152,20 @@ def privatize(
         **({} if rows_per_sample == 1 else {"rows_per_sample": rows_per_sample}),
     }  # fmt: skip
     take_views(given, loss_reduction)
-    noise = {
+    planned = {
         "noise_multiplier": noise_multiplier, "target_epsilon": target_epsilon, "delta": delta, "epochs": epochs,
         "steps": steps, "loader": loader, "sample_rate": sample_rate, "accountant": accountant,
-        "expected_batch_size": expected_batch_size,
+        "expected_batch_size": expected_batch_size, "noise": noise,
     }  # fmt: skip
     spent = [] if target_epsilon is None else [*spent_before(model), *checkpoint.spent_in(carried)]
-    budget = take_budget(noise, "privatize", spent)
+    budget = take_budget(planned, "privatize", spent)
+    given["noise"] = planned.pop("noise")
 
     def make() -> PrivateStep:
         privacy = step_class_for(PrivateStep, given)(
             model, params, max_grad_norm=max_grad_norm, style=style, loss_reduction=loss_reduction, gamma=gamma,
             batch_first=batch_first, memory_budget=memory_budget, seed=seed, process_group=process_group, mesh=mesh,
-            ledger=ledger, graphed=graphed, **noise, **given,
+            ledger=ledger, graphed=graphed, **planned, **given,
         )  # fmt: skip
         try:
             checkpoint.continue_from(privacy, carried)

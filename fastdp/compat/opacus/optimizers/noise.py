@@ -12,7 +12,7 @@ from torch import Tensor
 from ....distributed.shards import Part
 from ....errors import StepError
 from ....ops.noise import Noise
-from ....optim.fused_update import add_noise_
+from ....optim.fused_update import Release, add_noise_
 
 
 class StepNoise:
@@ -59,6 +59,6 @@ class StepNoise:
         process that asks for it.
         """
         if std:
-            add_noise_(self.source, total, std, 1.0, self.offset, place)
+            add_noise_(Release({}, {}, self.source, std, 1.0), total, self.offset, place)
         self.offset += total.numel() if place is None else place.shape.numel()
         return total

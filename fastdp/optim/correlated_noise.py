@@ -1,0 +1,277 @@
+"""Noise that is correlated from step to step (`noise=` of the optimizers): where its blocks begin, and what they cost.
+
+The strategies are those of `fastdp.mechanisms`. At step t of a block the clipped sums get s times row t of the
+strategy's matrix D times independent normals; those of earlier steps are drawn again. Steps of a block are consecutive
+steps of the loader: only so do two steps of one record lie as far apart as the loader promises. Where they are not, or
+what the sum is noised by changes, another block begins, independent of all before. The accountant adds up blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from ..accounting import warn_of_delta
+from ..accounting.budget import Budget
+from ..accounting.participation import Block, Participation
+from ..batch_axis.current_batch import PhysicalBatch
+from ..distributed.fingerprints import mark
+from ..engine.gradients import Gradients
+from ..errors import AccountingError, StepError
+from .fused_update import Release
+from .option_checks import expected_of, refuse_second_step
+from .private_step import PrivateStep
+
+_LOADERS = (
+    "fastdp.mechanisms has the loaders for it: fixed_order_loader, cyclic_poisson_loader and balls_in_bins_loader"
+)
+
+
+class Strategy(Protocol):
+    """What this needs of a strategy of `fastdp.mechanisms`."""
+
+    @property
+    def mark(self) -> str:
+        """The strategy and its settings."""
+
+    def noise_row(self, step: int) -> tuple[float, list[tuple[int, float]]]:
+        """The weight of the normal of a step of a block, and (steps back, weight) of earlier ones."""
+
+    def check(self, participation: Participation) -> None:
+        """Raises AccountingError if batches of this kind cannot be accounted for."""
+
+    def epsilon(self, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
+        """That all blocks have spent."""
+
+    def noise_multiplier(
+        self, *, target_epsilon: float, delta: float, steps: int, participation: Participation, accountant: str = "prv"
+    ) -> float:
+        """The smallest one that spends at most target_epsilon in so many steps."""
+
+
+@dataclasses.dataclass
+class _Running:
+    """The block that goes on."""
+
+    place: tuple[str, int, int]  # of its last step: what the loader draws by, its pass and its step
+    drawn: tuple[str, int]  # a mark of the generator's key, and the number of the block's first draw
+    noised: tuple[float, float]  # noise multiplier and sensitivity
+    offsets: Mapping[int, int] | None  # of the parameters; None: of a run that was resumed
+
+
+class Blocks:
+    """The blocks of a run."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.all = strategy, dict[str, Block]()
+        self.running: _Running | None = None
+        self.records = 0.0  # of the dataset, as far as the loader tells
+
+    @property
+    def name(self) -> str:
+        """What another run must have alike to go on from this one's state."""
+        return f"correlated noise, {self.strategy.mark}"
+
+    @property
+    def last(self) -> Block:
+        """The block that began last."""
+        return next(reversed(self.all.values()))
+
+    def step_of(self, now: _Running, number: int, promise: Participation) -> int:
+        """The step of its block that is next, 0 where another block must begin. number: of the draw."""
+        old = self.running
+        if old is None or (old.drawn[0], old.noised) != (now.drawn[0], now.noised):
+            return 0
+        if self.last.participation != promise:
+            return 0
+        if old.offsets is not None and old.offsets != now.offsets:
+            return 0
+        follows = (now.place[2] - old.place[2] - 1) % promise.period == 0
+        return self.last.steps if follows and number == old.drawn[1] + self.last.steps else 0
+
+    def count(self, now: _Running, step: int, participation: Participation) -> None:
+        """This step of a block was made."""
+        if step == 0:
+            name = secrets.token_hex(8)
+            self.all[name] = Block(name, now.noised[0], 1, participation, now.place[2] % participation.period)
+        else:
+            self.all[self.last.name] = self.last._replace(steps=step + 1)
+            assert self.running is not None
+            now.drawn = self.running.drawn
+        self.running = now
+
+    def with_a_step(self, noise_multiplier: float, step: int, participation: Participation, first: int) -> list[Block]:
+        """The blocks as they are if this step of a block is made."""
+        if step == 0:
+            return [*self.all.values(), Block("", noise_multiplier, 1, participation, first)]
+        *before, last = self.all.values()
+        return [*before, last._replace(steps=step + 1)]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds. The running block goes on only if the noise does (`load_noise_state`)."""
+        running = None if self.running is None else [list(self.running.place), list(self.running.drawn)]
+        return {
+            "name": self.name,
+            "blocks": [(*block[:3], tuple(block.participation), block.first) for block in self.all.values()],
+            "running": running and [*running, list(self.running.noised)],  # type: ignore[union-attr]
+        }
+
+    def read(self, state: dict[str, Any]) -> Callable[[], object]:
+        """Read a `state`; the result takes it up. Blocks that it does not hold stay counted."""
+        found = {}
+        for name, sigma, steps, (kind, period, separation, rate, of), first in state["blocks"]:
+            promise = Participation(str(kind), int(period), int(separation), float(rate), str(of))
+            if int(steps) < 1 or not 0 <= float(sigma) < math.inf or promise.period < 1:
+                raise ValueError("a block without steps, or with a noise multiplier that is none")
+            found[str(name)] = Block(
+                str(name), float(sigma), int(steps), promise, None if first is None else int(first)
+            )
+        running = None
+        if state.get("running"):
+            place, drawn, noised = state["running"]
+            running = _Running(
+                (str(place[0]), int(place[1]), int(place[2])), (str(drawn[0]), int(drawn[1])),
+                (float(noised[0]), float(noised[1])), None,
+            )  # fmt: skip
+
+        def take_up() -> None:
+            mine = {name: own for name, own in self.all.items() if own.steps > getattr(found.get(name), "steps", 0)}
+            self.running = None if mine or not found else running
+            self.all = {**mine, **found} if self.running else {**found, **mine}
+
+        return take_up
+
+
+class CorrelatedStep(PrivateStep):
+    """The privacy state of a run with correlated noise."""
+
+    mechanism: Blocks
+
+    def __init__(self, model: nn.Module, params: Any, *, noise: Strategy, **options: Any) -> None:
+        if not all(callable(getattr(noise, name, None)) for name in ("noise_row", "check", "epsilon")):
+            raise TypeError(f"noise= takes a strategy of fastdp.mechanisms, as Bisr(bands=4), not {noise!r}")
+        if options.get("sample_rate") is not None:
+            raise AccountingError(f"sample_rate= with noise=: the loader says who is in a batch. {_LOADERS}")
+        if options.get("ledger") is not None:
+            raise StepError(
+                "ledger= with noise=: the file does not hold which steps are of one block of noise, of which epsilon "
+                "depends. Save state_dict() as often as needed"
+            )
+        self.mechanism = Blocks(noise)
+        self._now: tuple[_Running, int, Participation] | None = None  # of the step that is made: which of its block
+        super().__init__(model, params, **options)
+
+    def _of_loader(  # type: ignore[override]
+        self, current: PhysicalBatch, stepped: tuple[int, int], rate: float | None, expected: float | None
+    ) -> tuple[None, float]:
+        """No sample rate, and the expected batch size; one step a batch. As `option_checks.of_loader`."""
+        refuse_second_step(current, stepped)
+        return None, expected_of(current, expected)
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "noise": self.mechanism.name}
+
+    def _check_batch(self, gradients: Gradients) -> None:
+        self._promise_of(self.loader_batch.batch())
+        super()._check_batch(gradients)
+
+    def _promise_of(self, current: PhysicalBatch | None) -> Participation:
+        begin = f"{self.mechanism.name} is accounted for by how far apart the steps of one record are, "
+        if current is None:
+            raise StepError(f"{begin}and no batch of a loader that says so is in hand. {_LOADERS}")
+        if current.participation is None:
+            raise StepError(f"{begin}and a poisson_loader draws each step from all records. {_LOADERS}")
+        if current.people is not None:
+            raise StepError(f"{begin}and a person's records may be in several batches of a cycle: group_by is refused")
+        self.mechanism.strategy.check(current.participation)
+        return current.participation
+
+    def ready(self) -> bool:
+        current = self.loader_batch.current()
+        promise = self._promise_of(current)
+        assert current is not None
+        self.mechanism.records = max(
+            self.mechanism.records, current.expected_batch_size * promise.period / promise.rate
+        )
+        return super().ready()
+
+    def release(self) -> Release:
+        promise = self._promise_of(self.loader_batch.current())
+        noised = (self.noise_multiplier, self.clipping.sensitivity)
+        now = _Running(self._loader_position, (mark("noise", self.noise.key), self.noise.step), noised, None)
+        step = self.mechanism.step_of(now, self.noise.step, promise)
+        self._refuse_beyond_budget(now, step, promise)
+        release = super().release()
+        now.offsets = dict(release.offsets)
+        step = self.mechanism.step_of(now, self.noise.step, promise)
+        if step == 0 and self.mechanism.running is not None and noised != self.mechanism.running.noised:
+            self._warn_once(
+                "the noise multiplier or the clipping norm has changed, so correlated noise has begun anew: what was "
+                "drawn before no longer cancels. Change them seldom",
+                "noise begun anew",
+            )
+        own, earlier = self.mechanism.strategy.noise_row(step)
+        self._now = (now, step, promise)
+        draws = [(self.noise.step - lag, weight / own) for lag, weight in earlier]
+        return release._replace(std=self.noise_std * own, earlier=draws)
+
+    def _refuse_beyond_budget(self, now: _Running, step: int, promise: Participation) -> None:
+        budget = self.ledger.budget
+        if not isinstance(budget, BlocksBudget):
+            return
+        first = now.place[2] % promise.period
+        blocks = self.mechanism.with_a_step(self.noise_multiplier, step, promise, first)
+        if not budget.covers(blocks) and self._spent(blocks, budget.delta) > budget.target_epsilon:
+            self.discard()
+            raise StepError(
+                f"the budget is spent: a step more would exceed epsilon {budget.target_epsilon:g} at delta "
+                f"{budget.delta:g} ({budget.steps} steps were planned). No step was made. Stop here, or make a new "
+                "optimizer, whose epsilon adds to this one's"
+            )
+
+    def _spent(self, blocks: Sequence[Block], delta: float) -> float:
+        return self.mechanism.strategy.epsilon(blocks, delta, self.accountant)
+
+    def finish(self) -> None:
+        """The noised step was made: count it, in its block."""
+        if self._now is not None:
+            now, step, promise = self._now
+            self.mechanism.count(now, step, promise)
+            self._now = None
+        super().finish()
+
+    def epsilon(self, delta: float | None, sample_rate: float | None = None) -> float:
+        if sample_rate is not None:
+            raise AccountingError(f"sample_rate= with noise=: the loader says who is in a batch. {_LOADERS}")
+        blocks = self.mechanism
+        delta = self.ledger.default_delta(blocks.records or None, 1.0) if delta is None else delta
+        warn_of_delta(delta, blocks.records or None, stacklevel=4)
+        if sum(run[2] for run in self.ledger.spent) > sum(block.steps for block in blocks.all.values()):
+            raise AccountingError("the history holds steps of which it is not known what block of noise they are of")
+        return self._spent(list(blocks.all.values()), delta)
+
+
+class BlocksBudget(Budget):
+    """What a run of correlated noise may spend. The step itself looks at it, as the kind of a step says too little."""
+
+    def __init__(self, target_epsilon: float, delta: float, accountant: str, block: Block) -> None:
+        super().__init__(target_epsilon, delta, accountant, (block.noise_multiplier, None, 0.0), block.steps)
+        self.block = block
+
+    def covers(self, blocks: Sequence[Block]) -> bool:
+        """Whether these are no more than what was planned."""
+        last, planned = blocks[-1], self.block
+        same = last.participation == planned.participation and last.noise_multiplier >= planned.noise_multiplier
+        return len(blocks) == 1 and same and last.steps <= planned.steps
+
+    def check(self, history: Any, kind: Any) -> None:
+        """Nothing: `CorrelatedStep.release` does it."""
+
+    def for_the_rest(self, history: Any, noise_multiplier: float) -> tuple[float, str]:
+        """The noise stays: what was planned is of one block."""
+        return noise_multiplier, "the loaded run has another plan: its noise stays, and steps end where the budget does"
