@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 
 import fastdp
 from fastdp.accounting.participation import KINDS
+from fastdp.accounting.used_draws import UsedDraws
 from fastdp.batch_axis.current_batch import PhysicalBatch, current
 from fastdp.data.loader import share
 from fastdp.errors import AccountingError, StepError
@@ -73,7 +74,11 @@ def test_every_batch_says_what_the_loader_promises(kind: str) -> None:
     assert all(note.participation == promise and not note.seeded for note in notes)
     assert all(note.expected_batch_size == loader.expected_batch_size == 5 for note in notes)
     places = [note.place for _ in range(2) for _, note in logical(loader)]
-    assert len({*places, *(note.place for note in notes)}) == 3 * len(loader)  # no draw is taken for one made before
+    places += [note.place for note in notes]
+    assert len({*places}) == 3 * len(loader)
+    draws = UsedDraws()
+    assert not any(draws.add(place, (1.0, None, 0.0)) for place in places)  # none is taken for one made before
+    assert bool(draws) == loader.sampler.secret and draws.add(places[0], (1.0, None, 0.0)) == loader.sampler.secret
     assert fastdp.poisson_loader(data(), expected_batch_size=3).participation is None
 
 
