@@ -15,6 +15,7 @@ from typing import Any
 from . import History, truncation_in
 
 BY_SEED = "by seed: "  # at the front of what a loader draws by
+IN_ORDER = "in order: "  # the same, of a loader that draws nothing in secret: its batches are no samples
 Place = tuple[str, int, int]  # what a loader draws by; pass, and step of the pass
 Kind = tuple[float, float | None, float]  # of a step: noise multiplier, sample rate, truncation
 _Steps = list[list[Any]]  # [first, the one after the last, kind] of steps in a row
@@ -77,8 +78,10 @@ class UsedDraws:
         return any(run[0] <= place[2] < run[1] for run in self._made.get(place[:2], ()))
 
     def add(self, place: Place, kind: Kind) -> bool:
-        """A step was made on this draw. Returns whether it was not the first."""
+        """A step was made on this draw. Returns whether it was not the first. (Of an order: no.)"""
         mark, number, step = place
+        if mark.startswith(IN_ORDER):
+            return False
         made = self._made.setdefault((mark, number), [])
         before = next((run[2] for run in made if run[0] <= step < run[1]), None)
         if before is not None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..accounting import steps_per_epoch
 from ..accounting.participation import Participation
+from ..accounting.used_draws import IN_ORDER
 from ..data.sampler import PoissonSampler
 from ..distributed.fingerprints import mark
 
@@ -66,7 +67,7 @@ class FixedOrder(CycleSampler):
     @property
     def mark(self) -> str:
         """A mark of the batches of all passes: nothing of them is secret."""
-        return self.settings if self.within == 1 else mark(self.settings, self.key)
+        return IN_ORDER + (self.settings if self.within == 1 else mark(self.settings, self.key))
 
     @property
     def participation(self) -> Participation:

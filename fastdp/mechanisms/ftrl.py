@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import epsilon_of, warn_of_delta
+from ..accounting.used_draws import IN_ORDER
 from ..batch_axis.current_batch import PhysicalBatch
 from ..distributed.world import refuse_several
 from ..engine.gradients import Gradients
@@ -188,14 +189,18 @@ class Trees:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds: no noise, so that a run which loads it begins a tree."""
-        return {"name": self.name, "trees": [tuple(tree) for tree in self.all.values()], "order": self.order}
+        return {
+            "name": self.name,
+            "trees": [tuple(tree) for tree in self.all.values()],
+            "order": self.order.removeprefix(IN_ORDER),
+        }
 
     def read(self, state: dict[str, Any]) -> Callable[[], object]:
         """Read a `state`; the result takes it up. Trees that it does not hold stay counted."""
         found = {
             str(tree[0]): Tree(str(tree[0]), float(tree[1]), int(tree[2]), int(tree[3])) for tree in state["trees"]
         }
-        order = str(state["order"])
+        order = f"{IN_ORDER}{state['order']}" if state["order"] else ""
         if any(
             tree.steps < 1 or tree.first < 0 or not 0 <= tree.noise_multiplier < math.inf for tree in found.values()
         ):

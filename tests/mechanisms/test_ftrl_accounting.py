@@ -76,6 +76,20 @@ def test_a_run_that_resumes_begins_a_tree_where_it_stopped_and_pays_no_more() ->
         train(again, model, ftrl_loader(data(), batch_size=BATCH, order=list(range(24))[::-1]))
 
 
+def test_another_loader_of_the_same_order_draws_no_batch_again() -> None:
+    model, optimizers = network(), []
+    for _ in range(2):
+        optimizer = made(model, seed=None)
+        for _ in range(2):
+            train(optimizer, model, ftrl_loader(data(), batch_size=BATCH))
+        assert "repeated" not in optimizer._privacy.warned and not optimizer._privacy.ledger.draws
+        optimizers.append(optimizer)
+        optimizer.detach()
+    order = optimizers[0].state_dict()["fastdp"]["mechanism"]["order"]
+    assert order == "4b47a3b2bdc1fc7f"  # as in states that were saved by earlier builds
+    assert optimizers[0].epsilon(1e-3) == pytest.approx(epsilon_of([(0.7, 1.0, 6)], 1e-3))
+
+
 def test_steps_that_a_loaded_state_does_not_hold_stay_counted() -> None:
     model, loader = network(), ftrl_loader(data(), batch_size=BATCH)
     optimizer = made(model, seed=None)

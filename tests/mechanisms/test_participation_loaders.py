@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 
 import fastdp
 from fastdp.accounting.participation import KINDS
+from fastdp.accounting.used_draws import UsedDraws
 from fastdp.batch_axis.current_batch import PhysicalBatch, current
 from fastdp.data.loader import share
 from fastdp.errors import AccountingError, StepError
@@ -73,7 +74,11 @@ def test_every_batch_says_what_the_loader_promises(kind: str) -> None:
     assert all(note.participation == promise and not note.seeded for note in notes)
     assert all(note.expected_batch_size == loader.expected_batch_size == 5 for note in notes)
     places = [note.place for _ in range(2) for _, note in logical(loader)]
-    assert len({*places, *(note.place for note in notes)}) == 3 * len(loader)  # no draw is taken for one made before
+    places += [note.place for note in notes]
+    assert len({*places}) == 3 * len(loader)
+    draws = UsedDraws()
+    assert not any(draws.add(place, (1.0, None, 0.0)) for place in places)  # none is taken for one made before
+    assert bool(draws) == loader.sampler.secret and draws.add(places[0], (1.0, None, 0.0)) == loader.sampler.secret
     assert fastdp.poisson_loader(data(), expected_batch_size=3).participation is None
 
 
@@ -100,13 +105,13 @@ def test_deals_within_groups_differ_by_pass_group_and_seed_alone() -> None:
     first, second = logical(loader), logical(loader)
     assert first[0][0] != second[0][0]
     assert [r for records, _ in first[:6] for r in records] != [r - 30 for records, _ in first[6:] for r in records]
-    left = ftrl_loader(range(N), batch_size=5, shuffle_within=6, seed=9)
-    assert left.participation.mark != loader.participation.mark
+    others = (ftrl_loader(range(N), batch_size=5, shuffle_within=w, seed=s) for w, s in ((6, 0), (6, 9), (4, 0)))
+    assert [other.participation.mark == loader.participation.mark for other in others] == [True, False, False]
 
 
-def test_with_warnings_of_records_that_fill_no_batch_they_are_in_none_of_a_shuffled_order() -> None:
+def test_records_that_fill_no_batch_are_in_none_of_any_deal() -> None:
     with pytest.warns(UserWarning, match="4 record") as told:
-        loader = ftrl_loader(range(N), batch_size=7, shuffle_within=8)
+        loader = ftrl_loader(range(N), batch_size=7, shuffle_within=3)
     assert told[0].filename == __file__
     assert set(steps_of(loader, 5)) == set(range(56)) and "4 of 60 records are in none" in repr(loader)
 
