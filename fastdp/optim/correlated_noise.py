@@ -92,6 +92,8 @@ class Blocks:
         if old.offsets is not None and old.offsets != now.offsets:
             return 0
         follows = (now.place[2] - old.place[2] - 1) % promise.period == 0
+        if promise.kind == "separated":  # another pass within a cycle has another deal
+            follows = follows and (now.place[1] == old.place[1] or now.place[2] % promise.period == 0)
         return self.last.steps if follows and number == old.drawn[1] + self.last.steps else 0
 
     def count(self, now: _Running, step: int, participation: Participation) -> None:

@@ -1,0 +1,209 @@
+"""noise=: what a step releases has the strategy's noise, whatever makes the step, and blocks begin where they must."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import fastdp
+from fastdp import mechanisms
+from fastdp.errors import AccountingError, ClippingError, StepError
+from fastdp.mechanisms import Bisr, Lambda, Matrix, TreeAggregation
+from fastdp.ops.noise_reference import reference_noise
+
+RECORDS, BATCH, SIGMA = 60, 20, 4.0
+STRATEGIES = (Lambda(0.7), Bisr(4), TreeAggregation(), Matrix(np.tril(np.full((9, 9), 0.25)) + np.eye(9)))
+
+
+def data() -> TensorDataset:
+    source = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(RECORDS, 5, generator=source), torch.arange(RECORDS) % 3)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def make(model: nn.Module, noise: Any, kind: str = "SGD", **options: Any) -> Any:
+    options = {"noise_multiplier": SIGMA, "max_grad_norm": 1.0, "seed": 1, "noise": noise, **options}
+    if kind in ("SGD", "AdamW"):
+        return getattr(fastdp, f"DP{kind}")(model, lr=0.0, **options)
+    return fastdp.privatize(getattr(torch.optim, kind)(model.parameters(), lr=0.0), model, **options)
+
+
+def train(optimizer: Any, model: nn.Module, loader: Any, passes: int = 1) -> list[Tensor]:
+    """What each step releases, as one vector."""
+    released = []
+    for _ in range(passes):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            released.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    return released
+
+
+def blocks_of(optimizer: Any) -> list[int]:
+    return [block.steps for block in optimizer._privacy.mechanism.all.values()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop"])
+def test_the_noise_is_that_of_the_strategy(strategy: Any, kind: str) -> None:
+    """At lr = 0 a fixed order has the same clipped sums in each pass, which a run without noise tells."""
+    model = make_model()
+    loader = mechanisms.fixed_order_loader(data(), batch_size=BATCH)
+    optimizer = make(model, strategy, kind)
+    released = train(optimizer, model, loader, 3)
+    key, offsets = optimizer._privacy.noise.key, optimizer._privacy.engine.offsets()
+    optimizer.detach()
+    sums = train(make(model, strategy, kind, noise_multiplier=0.0), model, loader, 3)
+    for step, (noisy, clean) in enumerate(zip(released, sums, strict=True)):
+        own, earlier = strategy.noise_row(step)
+        truth = torch.zeros_like(clean)
+        for number, weight in [(step, own), *((step - lag, weight) for lag, weight in earlier)]:
+            drawn = [reference_noise(p.numel(), key, number, offsets[name]) for name, p in model.named_parameters()]
+            truth += weight * torch.cat(drawn)
+        error = ((noisy - clean) * BATCH / SIGMA - truth).abs().max()
+        assert error <= own / 64  # the grid is a 64th of the step's own noise at most: half of that, and rounding
+    assert blocks_of(optimizer) == [9]
+
+
+def test_what_is_released_does_not_depend_on_the_physical_batches_or_on_replay() -> None:
+    def run(limit: int | None, graphed: bool) -> list[Tensor]:
+        model = make_model()
+        loader = mechanisms.fixed_order_loader(data(), batch_size=BATCH, max_physical_batch_size=limit)
+        optimizer = make(model, Bisr(3), graphed=graphed)
+        released = []
+        for _ in range(4):
+            for x, y in loader:
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if optimizer.stepped:
+                    released.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert blocks_of(optimizer) == [12]
+        return released
+
+    whole = run(None, False)
+    for other in (run(7, False), run(None, True)):
+        torch.testing.assert_close(torch.stack(other), torch.stack(whole))
+
+
+def test_a_run_goes_on_with_its_noise_or_begins_a_block() -> None:
+    def begin() -> tuple[Any, nn.Module, Any]:
+        model = make_model()
+        return make(model, Bisr(4), seed=None), model, mechanisms.fixed_order_loader(data(), batch_size=BATCH)
+
+    optimizer, model, loader = begin()
+    train(optimizer, model, loader)
+    saved, noise, place = optimizer.state_dict(), optimizer.noise_state(), loader.state_dict()
+    rest = train(optimizer, model, loader, 2)
+    whole = optimizer.epsilon(1e-3)
+    for secret in (True, False):
+        other, model, loader = begin()
+        other.load_state_dict(saved)
+        loader.load_state_dict(place)
+        if secret:
+            other.load_noise_state(noise)
+        again = train(other, model, loader, 2)
+        assert all(map(torch.equal, again, rest)) == secret
+        assert blocks_of(other) == ([9] if secret else [3, 6])
+        if secret:
+            assert other.epsilon(1e-3) == pytest.approx(whole)
+        assert not math.isnan(other.epsilon(1e-3))
+
+
+@pytest.mark.parametrize("change", ["pass", "sigma", "norm", "frozen", "key"])
+def test_another_block_begins_where_steps_are_not_consecutive_or_the_noise_is_another(change: str) -> None:
+    model, loader = make_model(), mechanisms.fixed_order_loader(data(), batch_size=BATCH)
+    optimizer = make(model, Bisr(4))
+    if change == "pass":
+        for x, y in loader:  # broken off: the first records come again after one step
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            break
+    else:
+        train(optimizer, model, loader)
+    if change == "sigma":
+        optimizer.noise_multiplier = 5.0
+    elif change == "norm":
+        optimizer.set_clipping(max_grad_norm=0.5)
+    elif change == "key":
+        optimizer._privacy.noise.restore(bytes(32), 3)
+    elif change == "frozen":
+        optimizer._privacy.noise.step += 1
+    told = pytest.warns(UserWarning, match="begun anew") if change in ("sigma", "norm") else contextlib.nullcontext()
+    with told:
+        train(optimizer, model, loader)
+    assert blocks_of(optimizer) == ([1, 3] if change == "pass" else [3, 3])
+    assert optimizer.epsilon(1e-3) > mechanisms.Bisr(4).epsilon(
+        list(optimizer._privacy.mechanism.all.values())[1:], 1e-3
+    )
+
+
+def test_a_budget_is_that_of_one_block() -> None:
+    model, loader = make_model(), mechanisms.fixed_order_loader(data(), batch_size=BATCH)
+    budget = {"noise_multiplier": None, "target_epsilon": 2.0, "delta": 1e-3, "epochs": 2, "loader": loader}
+    optimizer = make(model, Bisr(4), **budget)
+    train(optimizer, model, loader, 2)
+    assert optimizer.epsilon(1e-3) == pytest.approx(2.0, rel=1e-3)
+    assert optimizer.epsilon(1e-3) <= 2.0
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(StepError, match="budget is spent"):
+        train(optimizer, model, loader)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert blocks_of(optimizer) == [6]
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="strategy of fastdp.mechanisms"):
+        make(model, "bisr")
+    with pytest.raises(ClippingError, match="one clipping norm"):
+        make(model, Bisr(4), clipping="adaptive")
+    with pytest.raises(AccountingError, match="sample_rate="):
+        make(model, Bisr(4), sample_rate=0.1)
+    with pytest.raises(StepError, match="state_dict"):
+        make(model, Bisr(4), ledger="anywhere")
+    optimizer = make(model, Bisr(4))
+    with pytest.raises(StepError, match="poisson_loader draws each step"):
+        train(optimizer, model, fastdp.poisson_loader(data(), expected_batch_size=BATCH))
+    with pytest.raises(StepError, match="no batch of a loader"):
+        model(torch.randn(3, 5)).square().mean(1).mean().backward()
+    with pytest.raises(AccountingError, match="sample_rate="):
+        optimizer.epsilon(1e-3, sample_rate=0.1)
+    state = optimizer.state_dict()
+    optimizer.detach()
+    for other in (Lambda(0.5), None):
+        with pytest.raises(StepError, match="correlated noise"):
+            made = make(make_model(), other)
+            made.load_state_dict(state)
+
+
+def test_an_ordinary_optimizer_names_the_remedy() -> None:
+    model = make_model()
+    with pytest.raises(StepError, match="noise="):
+        train(make(model, None), model, mechanisms.fixed_order_loader(data(), batch_size=BATCH))
+
+
+def test_cyclic_samples_want_a_banded_encoder() -> None:
+    model = make_model()
+    loader = mechanisms.cyclic_poisson_loader(data(), batch_size=5, cycle=3, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(AccountingError, match="band"):
+            train(make(model, Bisr(4)), model, loader)
+        optimizer = make(model, mechanisms.Independent())
+        released = train(optimizer, model, loader, 2)
+    assert blocks_of(optimizer) == [len(released)]
+    assert 0 < optimizer.epsilon(1e-3) < math.inf
