@@ -35,7 +35,7 @@ struct Tile {  // pointers to element 0 of a tile, and the counter of its first 
     const T *sum;
     T *grad, *param, *first, *second;
     int64_t block;
-    T *past, *radii, *margin;  // of earlier draws, [TILE]: their sum, the sum of their radii, how far these are from 6.4
+    T *past, *doubt, *margin;  // of earlier draws, [TILE]: their sum, its error, how far from 6.4 the largest radius is
 };
 
 // An update says how many arrays it has beside the sum, in the order of Tile: the pointers to others are NULL.
@@ -88,16 +88,16 @@ INLINE Place place_after(const Work &work, Place place, int64_t number) {  // nu
 
 // What is multiplied, in the arithmetic's type: grid, a power of two, and size = std / grid in [64, 128) round
 // sum + std N to a multiple of the grid.
-// Of earlier draws: what a radius adds to the error in float (6e-7 of it, as in noise_pair.h, and the rounding of its size
-// and of each sum that it is in), what these sums add for the own one, and what the 53 bits of x leave of small radii.
 template <class T>
 struct Amounts {
-    T scale, size, per_grid, grid_scaled;  // 1 / grid, grid * scale
+    T scale, size, per_grid, grid_scaled;  // 1 / grid, grid * scale; of an earlier draw: 64 / size, and a sign
     const uint32_t *state;                 // of the generator, without the counter
     bool alone;                            // noise without a sum, not rounded to the grid
     const Earlier *earlier;
     int count;
-    T per_radius, per_own_radius, left_open;
+    // Of an earlier draw: what its radius adds to the error, 6e-7 of it as in noise_pair.h, and the rounding of its size
+    // and of each sum that it is in. Of all: what the 53 bits of x leave of the smallest radii.
+    T per_radius, left_open;
 };
 
 template <class T>
@@ -105,16 +105,18 @@ INLINE Amounts<T> amounts_of(const Work &work, T) {
     int exponent;
     const double size = std::frexp(work.std, &exponent) * 128;
     Amounts<T> by = {(T)work.scale, (T)size, (T)std::ldexp(1.0, 7 - exponent), (T)std::ldexp(work.scale, exponent - 7),
-                     work.state, !work.read, work.earlier.data(), (int)work.earlier.size(), 0, 0, 0};
+                     work.state, !work.read, work.earlier.data(), (int)work.earlier.size(), 0, 0};
     for (const Earlier &draw : work.earlier) by.left_open += (T)(4e-6 * (std::fabs(draw.size) / size));
-    by.per_own_radius = sizeof(T) == sizeof(float) ? (T)(6e-8 * (by.count + 2)) : (T)0;
-    by.per_radius = (sizeof(T) == sizeof(float) ? (T)6e-7 : (T)1e-9) + by.per_own_radius;
     return by;
 }
 
+// left: the sums that it will be in, with the last one.
 template <class T>
-INLINE Amounts<T> amounts_of(const Earlier &draw, T) {
-    return {(T)1, (T)std::fabs(draw.size), (T)1, draw.size < 0 ? (T)-1 : (T)1, draw.state, false, nullptr, 0, 0, 0, 0};
+INLINE Amounts<T> amounts_of(const Earlier &draw, int left, T) {
+    const double per_radius = sizeof(T) == sizeof(float) ? 6e-7 + 6e-8 * (left + 2) : 1e-9;
+    const double size = std::fabs(draw.size);
+    return {(T)1, (T)size, (T)(64 / std::max(size, 1e-9)), draw.size < 0 ? (T)-1 : (T)1, draw.state, false, nullptr, 0,
+            (T)per_radius, 0};
 }
 
 // ChaCha20's state and what of its first round does not depend on the lane: of the first column one sum, of the other

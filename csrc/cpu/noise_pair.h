@@ -173,8 +173,7 @@ INLINE auto released(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, co
     auto part = grids - whole, limit = p.limit;
     if constexpr (PAST == Past::ADDED) {
         part = part + numbers_at(tile.past + at);
-        limit = fma(numbers_at(tile.radii + at), all_of(-by.per_radius), limit - all_of(by.left_open));
-        limit = smaller(fma(p.r, all_of(-by.per_own_radius), limit), numbers_at(tile.margin + at));
+        limit = smaller(limit - all_of(by.left_open) - numbers_at(tile.doubt + at), numbers_at(tile.margin + at));
     }
     const auto v = fma(p.turned, odd ? p.sine : p.cosine, part), near = rounded(v);
     return Released<decltype(part)>{fma(whole + near, all_of(by.grid_scaled), all_of((T)0)), beyond(v - near, limit)};
@@ -185,8 +184,8 @@ template <class T>
 INLINE void gather(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, const Amounts<T> &by) {
     const auto normal = p.turned * (odd ? p.sine : p.cosine);
     put(tile.past + at, fma(normal, all_of(by.grid_scaled), numbers_at(tile.past + at)));
-    put(tile.radii + at, numbers_at(tile.radii + at) + p.r);
-    put(tile.margin + at, smaller(numbers_at(tile.margin + at), all_of((T)6.4 * by.size) - p.r));
+    put(tile.doubt + at, fma(p.r, all_of(by.per_radius), numbers_at(tile.doubt + at)));
+    put(tile.margin + at, smaller(numbers_at(tile.margin + at), fma(p.r, all_of(-by.per_grid), all_of((T)(6.4 * 64)))));
 }
 
 // The elements of one slot, STEP of them: released, or the noise alone, or only gathered.

@@ -196,28 +196,29 @@ INLINE void without_noise(const Tile<T> &tile, T scale, const Update &update) {
     }
 }
 
-// n of a tile with the normals of earlier steps, which are added up first.
+// n of a tile with the normals of earlier steps, which are added up first: the last ones before the first, which are
+// of the steps just before and mostly the largest, and are then in the fewest sums.
 template <class T>
 __attribute__((noinline)) void correlated(Tile<T> tile, const Amounts<T> &by) {
     alignas(64) uint32_t words[2][16 * W];
-    alignas(64) T past[TILE], radii[TILE], margin[TILE];
-    std::fill(past, past + TILE, (T)0), std::fill(radii, radii + TILE, (T)0), std::fill(margin, margin + TILE, (T)1);
-    tile.past = past, tile.radii = radii, tile.margin = margin;
-    const auto state_of = [&by](int draw) { return draw < by.count ? by.earlier[draw].state : by.state; };
-    Stream stream(state_of(0));
+    alignas(64) T past[TILE], doubt[TILE], margin[TILE];
+    std::fill(past, past + TILE, (T)0), std::fill(doubt, doubt + TILE, (T)0), std::fill(margin, margin + TILE, (T)1);
+    tile.past = past, tile.doubt = doubt, tile.margin = margin;
+    const auto state_of = [&by](int draw) { return draw < 0 ? by.state : by.earlier[draw].state; };
+    Stream stream(state_of(by.count - 1));
     stream.count_from(tile.block);
     group<false>(stream, words[0], nullptr, Tile<T>{}, 0, by, NoUpdate());
     int turn = 0;
-    for (int draw = 0; draw <= by.count; ++draw) {
-        const Amounts<T> share = draw < by.count ? amounts_of(by.earlier[draw], T()) : by;
+    for (int draw = by.count - 1; draw >= -1; --draw) {
+        const Amounts<T> share = draw < 0 ? by : amounts_of(by.earlier[draw], draw + 2, T());
         for (int lane = 0; lane < LANES; lane += W, turn ^= 1) {
-            if (lane + W == LANES && draw < by.count) stream = Stream(state_of(draw + 1));
+            if (lane + W == LANES && draw >= 0) stream = Stream(state_of(draw - 1));
             stream.count_from(tile.block + (lane + W) % LANES);
             uint32_t *next = words[turn ^ 1], *now = words[turn];
-            if (draw < by.count) {
-                group<true>(stream, next, now, tile, lane, share, Gather());
-            } else {
+            if (draw < 0) {
                 group<true>(stream, next, now, tile, lane, share, AddPast());
+            } else {
+                group<true>(stream, next, now, tile, lane, share, Gather());
             }
         }
     }

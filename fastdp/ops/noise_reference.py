@@ -98,7 +98,7 @@ def reference_release(
             v.add_(normal, alpha=share)
             # what the angle's 32 bits leave, and those of x, of the smallest radii; above 6.4 they leave too much
             limit -= 4e-6 * (abs(share) / size) + 1e-9 * radius
-            margin = torch.minimum(margin, 6.4 * abs(share) - radius)
+            margin = torch.minimum(margin, 64 * (6.4 - radius / max(abs(share), 1e-9)))
         near = v.round()
         for slot, block in ((v - near).abs() > torch.minimum(limit, margin)).nonzero().tolist():
             streams = [(of_step.key_stream(block), share) for of_step, share in zip(chunks, sizes, strict=True)]
