@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import fastdp
 from fastdp.errors import StepError
-from fastdp.mechanisms import balls_in_bins_loader, cyclic_poisson_loader, ftrl_loader
+from fastdp.mechanisms import Bisr, balls_in_bins_loader, cyclic_poisson_loader, ftrl_loader
 
 from .models import adamw, batch, build, loss_of, single, whole
 
@@ -21,20 +21,24 @@ def data(count: int = 60) -> TensorDataset:
     return TensorDataset(torch.arange(count), torch.stack([batch(n, 1)[0] for n in range(count)]))
 
 
-def records(rank: int, world: int, wrap: Any = None, **options: Any) -> list[Any]:
+def records(rank: int, world: int, wrap: Any = None, noise: Any = None, **options: Any) -> list[Any]:
     """The records of each step that this rank was given, the number of its batches, the weights, and epsilon."""
     model, steps = build() if wrap is None else wrap(build()), [[]]
-    optimizer = adamw(model, expected_batch_size=None, sample_rate=None, seed=1)
-    loader = fastdp.poisson_loader(data(), expected_batch_size=9, max_physical_batch_size=3, seed=7, **options)
+    optimizer = adamw(model, expected_batch_size=None, sample_rate=None, seed=1, noise=noise)
+    if noise is None:
+        loader = fastdp.poisson_loader(data(), expected_batch_size=9, max_physical_batch_size=3, seed=7, **options)
+    else:
+        loader = ftrl_loader(data(), batch_size=12, max_physical_batch_size=3)
     count = 0
-    for numbers, tokens in loader:
-        steps[-1] += numbers.tolist()
-        count += 1
-        if len(numbers) or wrap is not None:  # parts are gathered with the other ranks
-            loss_of(model, tokens).backward()
-        optimizer.step()
-        if optimizer.stepped:
-            steps.append([])
+    for _ in range(1 if noise is None else 2):
+        for numbers, tokens in loader:
+            steps[-1] += numbers.tolist()
+            count += 1
+            if len(numbers) or wrap is not None:  # parts are gathered with the other ranks
+                loss_of(model, tokens).backward()
+            optimizer.step()
+            if optimizer.stepped:
+                steps.append([])
     weights = torch.cat([whole(p).detach().flatten() for p in model.parameters()])
     epsilon = optimizer.epsilon(1e-3)
     optimizer.detach()
@@ -46,6 +50,10 @@ PERSONS = np.arange(60) // 3 % 20
 
 def persons(rank: int, world: int, wrap: Any = None) -> list[Any]:
     return records(rank, world, wrap, group_by=PERSONS.tolist(), max_records_per_group=2)
+
+
+def correlated(rank: int, world: int, wrap: Any = None) -> list[Any]:
+    return records(rank, world, wrap, noise=Bisr(3))
 
 
 def loader_refused(rank: int, world: int) -> None:
@@ -118,4 +126,4 @@ def cycles(rank: int, world: int) -> list[Any]:
     return [(each.participation.mark, [batch.tolist() for _ in range(2) for batch in each]) for each in made]
 
 
-CASES = {case.__name__: case for case in (records, persons, loader_refused, skipped_by_one, cycles)}
+CASES = {case.__name__: case for case in (records, persons, correlated, loader_refused, skipped_by_one, cycles)}

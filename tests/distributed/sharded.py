@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import fastdp
 
 from .cases import UNEQUAL
-from .loading import persons, records
+from .loading import correlated, persons, records
 from .models import adamw, batch, build, compare, loss_of, single, whole
 
 
@@ -228,6 +228,10 @@ def in_order_by_persons(rank: int, world: int) -> list[Any]:
     return persons(rank, world, sharded)
 
 
+def in_order_correlated(rank: int, world: int) -> list[Any]:
+    return correlated(rank, world, sharded)
+
+
 OTHERS: dict[str, Any] = {
     function.__name__: function
     for function in (
@@ -236,6 +240,7 @@ OTHERS: dict[str, Any] = {
         mixed_precision,
         in_order,
         in_order_by_persons,
+        in_order_correlated,
     )
 }
 FOUR = {

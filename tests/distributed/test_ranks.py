@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from .cases import CASES, EXACT
-from .loading import persons, records
+from .loading import correlated, persons, records
 from .ranks import ROOT, Launches, killed
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
 ]
-THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons"]
+THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons", "correlated"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_all_ranks_hold_the_same_weights_by_a_secret_key_and_count_dropped_sampl
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", [records, persons])
+@pytest.mark.parametrize("case", [records, persons, correlated])
 def test_the_records_do_not_depend_on_the_number_of_ranks(case, ranks):
     steps, _, weights, epsilon = case(0, 1)
     for found in (ranks.of(2), ranks.of(3)):

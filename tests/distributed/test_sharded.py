@@ -11,7 +11,7 @@ import torch
 
 from .. import forked
 from .checkpoints import FOLDER, STATES, saved, taken_up
-from .loading import persons, records
+from .loading import correlated, persons, records
 from .ranks import ROOT, Launches, killed
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
@@ -30,6 +30,7 @@ THREE = [
     "one_refuses",
     "in_order",
     "in_order_by_persons",
+    "in_order_correlated",
     "taken_up",
 ]
 
@@ -63,7 +64,10 @@ def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(ranks):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "case"), [("in_order", records), ("in_order_by_persons", persons)])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("in_order", records), ("in_order_by_persons", persons), ("in_order_correlated", correlated)],
+)
 def test_the_records_do_not_depend_on_the_number_of_ranks(name, case, ranks):
     steps, _, weights, epsilon = case(0, 1)
     for found in (ranks.of(2), ranks.of(3)):
