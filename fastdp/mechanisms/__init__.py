@@ -4,7 +4,8 @@
 True
 """
 
-from .correlated_privacy import Block, epsilon_of_blocks
+from .banded import Banded
+from .correlated_privacy import Block, epsilon_of_blocks, noise_multiplier_for_strategy
 from .fedavg import DPFedAvg
 from .fixed_order import FixedOrderLoader, ftrl_loader
 from .ftrl import DPFTRL
@@ -16,6 +17,7 @@ from .tree import variance_of
 from .tuning import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 
 __all__ = [
+    "Banded",
     "Bisr",
     "Block",
     "DPFTRL",
@@ -33,6 +35,7 @@ __all__ = [
     "epsilon_of_blocks",
     "ftrl_loader",
     "nodes_over",
+    "noise_multiplier_for_strategy",
     "noise_multiplier_for_temperature",
     "sensitivity",
     "temperature",

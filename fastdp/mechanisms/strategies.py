@@ -223,7 +223,8 @@ class Matrix(Strategy):
         from scipy.linalg import solve_triangular
 
         other = np.tril(solve_triangular(array, np.eye(len(array)), lower=True))
-        self._rows, self._encoder = (array, other) if encoder is None else (other, array)
+        pair: tuple[np.ndarray, np.ndarray] = (array, other) if encoder is None else (other, array)
+        self._rows, self._encoder = pair
         if not np.isfinite(other).all():
             raise ValueError(f"{name} has no finite inverse")
 
