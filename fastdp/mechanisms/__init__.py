@@ -5,6 +5,7 @@ True
 """
 
 from .banded import Banded
+from .comparison import Comparison, compare
 from .correlated_privacy import Block, epsilon_of_blocks, noise_multiplier_for_strategy
 from .fedavg import DPFedAvg
 from .fixed_order import FixedOrderLoader, ftrl_loader
@@ -20,6 +21,7 @@ __all__ = [
     "Banded",
     "Bisr",
     "Block",
+    "Comparison",
     "DPFTRL",
     "DPFedAvg",
     "FixedOrderLoader",
@@ -32,6 +34,7 @@ __all__ = [
     "Tree",
     "TreeAggregation",
     "check_unclipped",
+    "compare",
     "epsilon_of_blocks",
     "ftrl_loader",
     "nodes_over",
