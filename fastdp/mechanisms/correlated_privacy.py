@@ -35,6 +35,7 @@ from .sensitivity import participations, sensitivity
 from .strategies import Strategy, Toeplitz
 
 _ROUNDS = 20
+_ROUNDING = 1e-12  # what is computed for coefficients that are 0 sums to less
 _PRECISION = 2e-3  # of epsilon, at the noise multiplier that is found
 _NEGATIVE = 2.0**-10  # the norm of negative entries of C, over its largest, that balls in bins put up with
 
@@ -120,7 +121,8 @@ def amplified(strategy: Strategy, steps: int, period: int) -> tuple[float, float
         )
     if isinstance(strategy, Toeplitz):
         column = strategy.coefficients(steps)
-        return float(np.linalg.norm(column[: strategy.bands])), float(np.abs(column[strategy.bands :]).sum())
+        rest = float(np.abs(column[strategy.bands :]).sum())
+        return float(np.linalg.norm(column[: strategy.bands])), rest if rest > _ROUNDING else 0.0
     return float(np.linalg.norm(strategy.encoder(steps), axis=0).max()), 0.0
 
 
@@ -181,7 +183,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     def excess(epsilon: float) -> float:
         inside, outside = log_ndtr(mu / 2 - epsilon / mu), log_ndtr(-mu / 2 - epsilon / mu)
-        return float(inside + np.log1p(-np.exp(min(epsilon + outside - inside, -1e-300)))) - math.log(delta)
+        return float(inside + np.log(-np.expm1(min(epsilon + outside - inside, -1e-300)))) - math.log(delta)
 
     if mu == 0 or excess(0.0) <= 0:
         return 0.0
