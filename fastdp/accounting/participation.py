@@ -36,7 +36,7 @@ class Block(NamedTuple):
         noise_multiplier: s over the clipping norm.
         steps: of the block.
         participation: what the loader promised.
-        first: the step of a cycle at which the block began; None if it is not known, which costs a little privacy.
+        first: the step of a cycle at which the block began. None: it is not known, and the worst one is accounted for.
     """
 
     name: str

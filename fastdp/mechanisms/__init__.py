@@ -4,7 +4,9 @@
 True
 """
 
-from .correlated_privacy import Block, epsilon_of_blocks
+from .banded import Banded
+from .comparison import Comparison, compare
+from .correlated_privacy import Block, epsilon_of_blocks, noise_multiplier_for_strategy
 from .cycle_loaders import CycleLoader, balls_in_bins_loader, cyclic_poisson_loader, fixed_order_loader, ftrl_loader
 from .fedavg import DPFedAvg
 from .ftrl import DPFTRL
@@ -16,8 +18,10 @@ from .tree import variance_of
 from .tuning import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 
 __all__ = [
+    "Banded",
     "Bisr",
     "Block",
+    "Comparison",
     "CycleLoader",
     "DPFTRL",
     "DPFedAvg",
@@ -31,11 +35,13 @@ __all__ = [
     "TreeAggregation",
     "balls_in_bins_loader",
     "check_unclipped",
+    "compare",
     "cyclic_poisson_loader",
     "epsilon_of_blocks",
     "fixed_order_loader",
     "ftrl_loader",
     "nodes_over",
+    "noise_multiplier_for_strategy",
     "noise_multiplier_for_temperature",
     "sensitivity",
     "temperature",

@@ -73,14 +73,13 @@ class Banded(Toeplitz):
                 f"of the inverse of these coefficients, terms beyond {draws} sum to {rest[draws]:.2g}, and at most "
                 f"{TAIL:.2g} may be cut off: take smaller coefficients or fewer bands, or give steps= for some that fit"
             )
-        self.bands, self.designed = bands, found
+        self.bands: int = bands
+        self.designed = found
         super().__init__(_inverse(found, max(1, int(few[0]))))
 
     def tail(self, steps: int) -> float:
-        """Return a bound of the operator norm of E = C - the designed C, in a run of so many steps."""
-        error = self.coefficients(steps).copy()
-        error[: len(self.designed)] -= self.designed[:steps]
-        return float(np.abs(error).sum())
+        """Return a bound of the operator norm of E, what C has beyond its bands, in a run of so many steps."""
+        return float(np.abs(self.coefficients(steps)[self.bands :]).sum())
 
     @property
     def mark(self) -> str:
@@ -129,7 +128,7 @@ def _loss(
 ) -> tuple[float, np.ndarray]:
     """The logarithm of squared error times squared sensitivity, and its gradient; a penalty for a long inverse.
 
-    By the coefficient c_k, the inverse D = 1 / c changes by -x^k D^2, and the noise of sums B = D / (1 - x) by -x^k B D.
+    By the coefficient c_k, the inverse D = 1 / c changes by -x^k D^2, and B = D / (1 - x), of sums, by -x^k B D.
     """
     from scipy.signal import lfilter
 

@@ -1,25 +1,224 @@
-"""The privacy of runs with correlated noise: a block of it is one Gaussian mechanism."""
+"""The privacy of runs with correlated noise: each block of it is a Gaussian mechanism on what the strategy encodes.
+
+Without sampling ("fixed order", "separated") a block is one Gaussian mechanism, whose noise multiplier is the step's
+over the sensitivity of the encoder. Blocks have independent noise, so they compose, and the epsilon of all is exact.
+
+With cyclic Poisson sampling and an encoder of at most as many bands as a cycle has steps, a record's contributions to
+several cycles do not meet: each cycle is a Gaussian mechanism of the largest norm of a column, sampled at the record's
+rate (Choquette-Choo et al. 2023, arXiv 2306.08153, theorem 4). With balls in bins, see `bins`.
+
+Of an encoder C + E that is not quite of this kind, let P be the run with the record, Q without it, and P' with the
+record encoded by C alone. In whichever steps it takes part, it is in k of them at most, so P and P' are apart by a
+shift of norm at most |E| sqrt(k): they are as near as a Gaussian mechanism of that sensitivity, P <= e^e2 P' + d2 and
+the reverse, and a mixture over the steps is as near. From P' <= e^e1 Q + d1 and the reverse follow
+
+    P <= e^(e1 + e2) Q + e^e2 d1 + d2,    Q <= e^(e1 + e2) P + d1 + e^e1 d2.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
-from ..accounting import History, epsilon_of
-from ..accounting.participation import Block
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from ..accounting import History, _between, epsilon_by, epsilon_of
+from ..accounting.participation import KINDS, Block, Participation
+from ..accounting.runs import finite
 from ..errors import AccountingError
-from .sensitivity import sensitivity
-from .strategies import Strategy
+from .bins import epsilon_of_bins
+from .sensitivity import participations, sensitivity
+from .strategies import Strategy, Toeplitz
+
+_ROUNDS = 20
+_ROUNDING = 1e-12  # what is computed for coefficients that are 0 sums to less
+_PRECISION = 2e-3  # of epsilon, at the noise multiplier that is found
+_NEGATIVE = 2.0**-10  # the norm of negative entries of C, over its largest, that balls in bins put up with
 
 
 def epsilon_of_blocks(strategy: Strategy, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
-    """Compute the epsilon at delta of blocks of correlated noise."""
-    history: History = []
-    for block in blocks:
-        if block.participation.kind not in ("fixed order", "separated"):
-            raise AccountingError(f"no accounting yet for {block.participation.kind}")
-        bound = sensitivity(strategy, block.steps, block.participation, block.first)
-        if block.noise_multiplier == 0:
+    """Compute the epsilon at delta of blocks of correlated noise.
+
+    Args:
+        strategy: of all blocks.
+        blocks: of the run. Without blocks, epsilon is 0; one without noise makes it infinite.
+        delta: in (0, 1).
+        accountant: "prv", "rdp" or "gdp", as of `fastdp.accounting.epsilon_of`. What is not sampled is one Gaussian
+            mechanism, whose epsilon is exact but with "rdp". Balls in bins are estimated with a confidence of 1 -
+            `bins.FAILURE` whichever it is.
+
+    Raises:
+        AccountingError: if an argument is invalid, the encoder does not fit a participation that is amplified by
+            sampling, or cyclic Poisson sampling and balls in bins are in one run.
+    """
+    epsilon_by([], delta, accountant)  # checks them
+    found = [block for block in blocks if block.steps]
+    if not found or not all(finite(block.noise_multiplier) for block in found):
+        return math.inf if found else 0.0
+    if wrong := sorted({block.participation.kind for block in found} - set(KINDS)):
+        raise AccountingError(f"no accounting is known for the participation {wrong[0]!r}, only for {', '.join(KINDS)}")
+    sampled: Counter[tuple[float, float]] = Counter()
+    bins, plain, apart = [], 0.0, 0.0  # the squares of sensitivities over noise
+    for block in found:
+        sigma, kind = block.noise_multiplier, block.participation.kind
+        if kind == "cyclic Poisson":
+            column, rest = amplified(strategy, block.steps, block.participation.period)
+            rounds = participations(block.steps, block.participation)
+            sampled[sigma / column, block.participation.rate] += rounds
+            apart += rounds * (rest / sigma) ** 2
+        elif kind == "balls in bins":
+            bins.append(block)
+        else:
+            plain += (sensitivity(strategy, block.steps, block.participation, block.first) / sigma) ** 2
+    if bins and sampled:
+        raise AccountingError("cyclic Poisson sampling and balls in bins in one run: there is no accounting for both")
+    if bins:
+        grams, apart = _grams(strategy, bins)
+        if plain:
+            grams.append(np.array([[plain]]))
+        return _with_rest(lambda part: epsilon_of_bins(grams, part), delta, math.sqrt(apart))
+    if not sampled and accountant != "rdp":
+        return gaussian_epsilon(math.sqrt(plain), delta)
+    history: History = [(sigma, rate, rounds) for (sigma, rate), rounds in sampled.items()]
+    if plain:
+        history.append((1 / math.sqrt(plain), 1.0, 1))
+    return _with_rest(lambda part: epsilon_of(history, part, accountant), delta, math.sqrt(apart))
+
+
+def check(strategy: Strategy, participation: Participation) -> None:
+    """Raises AccountingError if a run with this participation has no accounting, as far as two steps show."""
+    if participation.kind == "cyclic Poisson":
+        amplified(strategy, 1, participation.period)
+    elif participation.kind == "balls in bins":
+        _grams(strategy, [Block("", 1.0, 2, participation, 0)])
+
+
+def amplified(strategy: Strategy, steps: int, period: int) -> tuple[float, float]:
+    """Return the largest norm of a column of the banded encoder, and a bound of the norm of the rest of the encoder.
+
+    Raises AccountingError if it has more bands than a cycle has steps.
+    """
+    if strategy.bands is None or strategy.bands > period:
+        bands = "no bounded number of" if strategy.bands is None else f"{strategy.bands}"
+        raise AccountingError(
+            f"{strategy!r} has {bands} bands, and cyclic Poisson sampling amplifies encoders of at most as many as a "
+            f"cycle has steps, {period}: take fastdp.mechanisms.Banded with bands={period} or fewer, longer cycles, "
+            "or a loader without sampling"
+        )
+    if isinstance(strategy, Toeplitz):
+        column = strategy.coefficients(steps)
+        rest = float(np.abs(column[strategy.bands :]).sum())
+        return float(np.linalg.norm(column[: strategy.bands])), rest if rest > _ROUNDING else 0.0
+    return float(np.linalg.norm(strategy.encoder(steps), axis=0).max()), 0.0
+
+
+def _grams(strategy: Strategy, blocks: list[Block]) -> tuple[list[np.ndarray], float]:
+    """The Gram matrices of each draw of places, over the variance of noise, and the square of what negative entries do.
+
+    Blocks of one draw have a record at the same place, so their matrices add up.
+    """
+    grams: dict[tuple[str, int], np.ndarray] = {}
+    apart = 0.0
+    for number, block in enumerate(blocks):
+        period = block.participation.period
+        draw = (block.participation.mark or f"{number}", period)
+        if block.first is None and draw in grams:
+            raise AccountingError("blocks of one draw of balls in bins, and it is not known at which step they began")
+        encoder = strategy.encoder(block.steps)
+        negative = np.minimum(encoder, 0)
+        norm = math.sqrt(float(np.abs(negative).sum(axis=0).max() * np.abs(negative).sum(axis=1).max()))
+        if norm > _NEGATIVE * encoder.max():
+            raise AccountingError(
+                f"{strategy!r} has an encoder with negative entries, and balls in bins are accounted for without such "
+                "ones: take fastdp.mechanisms.Bisr or Lambda, or a loader without sampling"
+            )
+        apart += participations(block.steps, block.participation) * (norm / block.noise_multiplier) ** 2
+        places = np.pad(np.maximum(encoder, 0), ((0, 0), (0, -block.steps % period)))
+        shifts = np.roll(places.reshape(block.steps, -1, period).sum(axis=1), block.first or 0, axis=1)
+        gram = shifts.T @ shifts / block.noise_multiplier**2
+        grams[draw] = grams[draw] + gram if draw in grams else gram
+    return list(grams.values()), apart
+
+
+def _with_rest(core: Callable[[float], float], delta: float, apart: float) -> float:
+    """The epsilon at delta of mechanisms whose own is `core`, if what they encode is off by so much."""
+    guess = core(delta)
+    if not apart:
+        return guess
+    for _ in range(_ROUNDS):
+        guess += 0.01
+        if guess > 300:
             return math.inf
-        history.append((block.noise_multiplier / bound, 1.0, 1))
-    return epsilon_of(history, delta, accountant)
+        part = delta / 1000 * math.exp(-guess)
+        more = gaussian_epsilon(apart, part)
+        found = core(min((delta - part) * math.exp(-more), delta - math.exp(guess) * part))
+        if found <= guess:
+            return found + more
+        guess = found
+    return math.inf
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return the epsilon at delta of a Gaussian mechanism whose sensitivity over noise is mu.
+
+    Source: Balle and Wang 2018 (arXiv 1805.06530), theorem 8.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
+    4.378
+    """
+
+    def excess(epsilon: float) -> float:
+        inside, outside = log_ndtr(mu / 2 - epsilon / mu), log_ndtr(-mu / 2 - epsilon / mu)
+        return float(inside + np.log(-np.expm1(min(epsilon + outside - inside, -1e-300)))) - math.log(delta)
+
+    if mu == 0 or excess(0.0) <= 0:
+        return 0.0
+    high = mu * (mu / 2 + math.sqrt(-2 * math.log(delta)))  # Chernoff's bound
+    return float(brentq(excess, 0.0, high + 1e-9, xtol=1e-12 * high, rtol=1e-12))
+
+
+def noise_multiplier_for_strategy(
+    strategy: Strategy,
+    *,
+    target_epsilon: float,
+    delta: float,
+    steps: int,
+    participation: Participation,
+    accountant: str = "prv",
+) -> float:
+    """Find the smallest noise multiplier with which a block, begun at the beginning of a cycle, spends target_epsilon.
+
+    The other arguments are those of `Block` and `epsilon_of_blocks`.
+
+    Returns:
+        The noise multiplier. Its epsilon is at most target_epsilon, and by no more than 0.2 % less.
+
+    Raises:
+        AccountingError: if an argument is invalid, or no multiplier below 1e6 suffices.
+    """
+    if not 0 < target_epsilon < math.inf:
+        raise AccountingError(f"target_epsilon must be positive and finite, not {target_epsilon!r}")
+
+    def spent(sigma: float) -> float:
+        block = Block("", sigma, steps, participation, 0)
+        return epsilon_of_blocks(strategy, [block], delta, accountant)
+
+    low, high, below = 0.0, max(1.0, sensitivity(strategy, steps, participation, 0)), math.inf
+    while (above := spent(high)) > target_epsilon:
+        low, high, below = high, 2 * high, above
+        if high > 1e6:
+            raise AccountingError(
+                f"no noise multiplier below 1e6 keeps to epsilon {target_epsilon:g} at delta {delta:g}: take a larger "
+                "epsilon or delta, or fewer steps"
+            )
+    while high - low > 1e-6 * high and above < target_epsilon * (1 - _PRECISION):
+        middle = _between(low, high, below, above, target_epsilon * (1 - _PRECISION / 2))
+        epsilon = spent(middle)
+        if epsilon > target_epsilon:
+            low, below = middle, epsilon
+        else:
+            high, above = middle, epsilon
+    return high

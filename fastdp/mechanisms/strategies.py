@@ -60,13 +60,22 @@ class Strategy:
         return solve_triangular(self.rows(steps), np.eye(steps), lower=True)
 
     def check(self, participation: Participation) -> None:
-        """Raises AccountingError if batches of this kind cannot be accounted for under this strategy."""
+        """Raises AccountingError if batches of this kind cannot be accounted for with this strategy."""
+        from .correlated_privacy import check
+
+        check(self, participation)
 
     def epsilon(self, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
         """As `epsilon_of_blocks`."""
         from .correlated_privacy import epsilon_of_blocks
 
         return epsilon_of_blocks(self, blocks, delta, accountant)
+
+    def noise_multiplier(self, **options: Any) -> float:
+        """As `noise_multiplier_for_strategy`."""
+        from .correlated_privacy import noise_multiplier_for_strategy
+
+        return noise_multiplier_for_strategy(self, **options)
 
     @property
     def mark(self) -> str:
@@ -234,7 +243,8 @@ class Matrix(Strategy):
         from scipy.linalg import solve_triangular
 
         other = np.tril(solve_triangular(array, np.eye(len(array)), lower=True))
-        self._rows, self._encoder = (array, other) if encoder is None else (other, array)
+        pair: tuple[np.ndarray, np.ndarray] = (array, other) if encoder is None else (other, array)
+        self._rows, self._encoder = pair
         if not np.isfinite(other).all():
             raise ValueError(f"{name} has no finite inverse")
 
