@@ -61,7 +61,7 @@ class _Running:
     place: tuple[str, int, int]  # of its last step: what the loader draws by, its pass and its step
     drawn: tuple[str, int]  # a mark of the generator's key, and the number of the block's first draw
     noised: tuple[float, float]  # noise multiplier and sensitivity
-    offsets: Mapping[int, int] | None  # of the parameters; None: of a run that was resumed
+    offsets: Mapping[int, int] | None  # of the parameters; None: not known, of a run that was resumed
 
 
 class Blocks:
@@ -89,7 +89,7 @@ class Blocks:
             return 0
         if self.last.participation != promise:
             return 0
-        if old.offsets is not None and old.offsets != now.offsets:
+        if None not in (old.offsets, now.offsets) and old.offsets != now.offsets:
             return 0
         follows = (now.place[2] - old.place[2] - 1) % promise.period == 0
         if promise.kind == "separated":  # another pass within a cycle has another deal
