@@ -156,7 +156,7 @@ def test_a_budget_is_that_of_one_block() -> None:
     budget = {"noise_multiplier": None, "target_epsilon": 2.0, "delta": 1e-3, "epochs": 2, "loader": loader}
     optimizer = make(model, Bisr(4), **budget)
     train(optimizer, model, loader, 2)
-    assert optimizer.epsilon(1e-3) == pytest.approx(2.0, rel=1e-3)
+    assert optimizer.epsilon(1e-3) == pytest.approx(2.0, rel=3e-3)
     assert optimizer.epsilon(1e-3) <= 2.0
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(StepError, match="budget is spent"):
