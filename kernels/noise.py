@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastdp.ops.checks import check_out, check_single_std
+from fastdp.ops.noise import reference_add_noise
 from fastdp.ops.noise_reference import DOMAIN, Grid
 
 from .exact import LEVELS, by_bits, by_more_bits, first_bits, more_bits
@@ -289,6 +290,10 @@ def noise_(out: Tensor, std: float, key: Sequence[int], step: int, offset: int =
     _draw(out, std, 1.0, key, step, offset, False)
 
 
-def add_noise_(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int) -> None:
+def add_noise_(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
+               earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = ()) -> None:  # fmt: skip
     """tensor = (tensor + std * N(0, 1)) * scale, in place."""
+    if earlier_steps or earlier_weights:
+        reference_add_noise(tensor, std, scale, key, step, offset, earlier_steps, earlier_weights)
+        return
     _draw(tensor, std, scale, key, step, offset, True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastdp.ops.checks import check_single_std
 from fastdp.ops.noise_reference import Grid
+from fastdp.ops.step import reference_step
 from fastdp.ops.updates import SGD, Adam, Step, implementation
 
 from .many import TYPES
@@ -172,6 +173,9 @@ def _table(device: torch.device, numbers: list[int]) -> Tensor:
 
 def _step(step: Step) -> None:
     """All parameters of a type, and with states of a type, in one launch."""
+    if step.draw.earlier_steps:
+        reference_step(step)
+        return
     groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[Any]] = {}
     for i, ((param, total, *states), offset) in enumerate(step.rows()):
         check_single_std(step.draw.std, total.dtype)

@@ -24,7 +24,9 @@ from torch import Tensor
 from .checks import check_out, check_single_std, check_table_sum, refuse_repetition, rows_of
 from .clip import check as check_clipping
 from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type, sum_type
+from .noise import reference_add_noise
 from .registry import native_cuda
+from .step import reference_step
 from .updates import SGD, Adam, Step, implementation
 
 __all__ = [
@@ -54,8 +56,12 @@ def noise_(out: Tensor, std: float, key: Sequence[int], step: int, offset: int =
     return _noise(out, std, 1.0, key, step, offset, keep=False)
 
 
-def add_scaled_(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int = 0) -> Tensor:
+def add_scaled_(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int = 0,
+                earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = ()) -> Tensor:  # fmt: skip
     """tensor = (tensor + std * N(0, 1)) * scale, in place, rounded once; returns tensor. Arguments as of `noise_`."""
+    if earlier_steps or earlier_weights:
+        reference_add_noise(tensor, std, scale, key, step, offset, earlier_steps, earlier_weights)
+        return tensor
     return _noise(tensor, std, scale, key, step, offset, keep=True)
 
 
@@ -80,6 +86,9 @@ def _step(step: Step) -> None:
     device = step.params[0].device
     if step.counter is None:
         refuse_repetition(device)
+    if step.draw.earlier_steps:
+        reference_step(step.counted())
+        return
     groups: dict[tuple[torch.dtype, torch.dtype], array[int]] = {}  # six numbers of each parameter, by type
     for i, ((param, total, *states), offset) in enumerate(step.rows()):
         exact, kind = sum_type(param), states[0].dtype if states else param.dtype

@@ -24,7 +24,7 @@ from .registry import Operator, cpp, define, native, triton
 from .updates import SGD, Adam, Draw, Step, implementation
 
 
-def _reference(step: Step) -> None:
+def reference_step(step: Step) -> None:
     key, number, std, scale, keep_grads, *earlier = step.draw
     for (param, total, *states), offset in step.rows():
         grad = torch.empty_like(total)
@@ -139,7 +139,7 @@ _sgd_op = define(
     "float weight_decay=0.0, bool nesterov=False, bool maximize=False, bool first=False, bool keep_grads=True, "
     "int[] earlier_steps=[], float[] earlier_weights=[], "
     "Tensor? counter=None) -> ()",
-    implementation(SGD, _reference), _nothing,
+    implementation(SGD, reference_step), _nothing,
     CPU=cpp(implementation(SGD, _native)), CUDA=on_cuda("noisy_sgd_step_", False, triton("step", "noisy_sgd_step_")),
 )  # fmt: skip
 _adamw_op = define(
@@ -148,7 +148,7 @@ _adamw_op = define(
     "float weight_decay, int t, bool decoupled=True, bool maximize=False, bool keep_grads=True, "
     "int[] earlier_steps=[], float[] earlier_weights=[], "
     "Tensor? counter=None) -> ()",
-    implementation(Adam, _reference), _nothing,
+    implementation(Adam, reference_step), _nothing,
     CPU=cpp(implementation(Adam, _native)),
     CUDA=on_cuda("noisy_adamw_step_", False, triton("step", "noisy_adamw_step_")),
 )  # fmt: skip
