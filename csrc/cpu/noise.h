@@ -92,7 +92,7 @@ INLINE Place place_after(const Work &work, Place place, int64_t number) {  // nu
 // and of each sum that it is in), what these sums add for the own one, and what the 53 bits of x leave of small radii.
 template <class T>
 struct Amounts {
-    T scale, size, per_grid, grid_scaled;  // 1 / grid, grid * scale
+    T scale, size, per_grid, grid_scaled;  // 1 / grid, grid * scale; of earlier draws, 64 / size and the size's sign
     const uint32_t *state;                 // of the generator, without the counter
     bool alone;                            // noise without a sum, not rounded to the grid
     const Earlier *earlier;
@@ -114,7 +114,8 @@ INLINE Amounts<T> amounts_of(const Work &work, T) {
 
 template <class T>
 INLINE Amounts<T> amounts_of(const Earlier &draw, T) {
-    return {(T)1, (T)std::fabs(draw.size), (T)1, draw.size < 0 ? (T)-1 : (T)1, draw.state, false, nullptr, 0, 0, 0, 0};
+    const double size = std::fabs(draw.size);
+    return {(T)1, (T)size, (T)std::min(64 / size, 0x1p100), draw.size < 0 ? (T)-1 : (T)1, draw.state, false, nullptr, 0, 0, 0, 0};
 }
 
 // ChaCha20's state and what of its first round does not depend on the lane: of the first column one sum, of the other

@@ -186,7 +186,7 @@ INLINE void gather(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, cons
     const auto normal = p.turned * (odd ? p.sine : p.cosine);
     put(tile.past + at, fma(normal, all_of(by.grid_scaled), numbers_at(tile.past + at)));
     put(tile.radii + at, numbers_at(tile.radii + at) + p.r);
-    put(tile.margin + at, smaller(numbers_at(tile.margin + at), all_of((T)6.4 * by.size) - p.r));
+    put(tile.margin + at, smaller(numbers_at(tile.margin + at), (all_of((T)6.4 * by.size) - p.r) * all_of(by.per_grid)));
 }
 
 // The elements of one slot, STEP of them: released, or the noise alone, or only gathered.

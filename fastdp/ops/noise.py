@@ -210,5 +210,6 @@ _noise_op = define("noise_(Tensor(a!) out, float std, int[] key, int step, int o
 _add_noise_op = define(
     "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset, int[] earlier_steps=[], "
     "float[] earlier_weights=[]) -> ()",
-    reference_add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False, triton("noise", "add_noise_")),
+    reference_add_noise, _nothing,
+    CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False, triton("noise", "add_noise_")),
 )  # fmt: skip

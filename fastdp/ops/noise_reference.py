@@ -72,9 +72,10 @@ def reference_release(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(low, high, n [high - low]) of successive ranges of the sum: n = unit * round(sum / unit + size * N) * scale.
 
-    N is the sum of the normals of steps, each times a weight; draws: the step whose weight is 1, the earlier ones, their
-    weights. total: one-dimensional, float32 or float64; dtype: of what is released. The product is in float32 where neither that
-    nor std nor scale needs more. A sum that is no number, or is too large for noise to change a bit of it, stays.
+    N is the sum of the normals of steps, each times a weight; draws: the step whose weight is 1, the earlier ones, and
+    their weights. total: one-dimensional, float32 or float64; dtype: of what is released. The product is in float32
+    where neither that nor std nor scale needs more. A sum that is no number, or is too large for noise to change a bit
+    of it, stays.
     """
     size, unit = Grid.of(std, dtype)
     single = dtype != torch.float64 and all(
@@ -90,16 +91,16 @@ def reference_release(
         grids = given / unit
         whole = grids.round()
         part = grids - whole
-        v, limit, margin = part.clone(), torch.full_like(part, 0.5), torch.full_like(part, 0.5)
+        v, limit, longest = part.clone(), torch.full_like(part, 0.5), torch.zeros_like(part)
         for of_step, share in zip(chunks, sizes, strict=True):
             normal = reference_box_muller(of_step.words)  # [12, blocks]
-            radius = normal.view(SLOTS // 2, 2, -1).square().sum(1).sqrt().repeat_interleave(2, 0) * abs(share)
+            radius = normal.view(SLOTS // 2, 2, -1).square().sum(1).sqrt().repeat_interleave(2, 0)
             v.add_(normal, alpha=share)
             # what the angle's 32 bits leave, and those of x, of the smallest radii; above 6.4 they leave too much
-            limit -= 4e-6 * (abs(share) / size) + 1e-9 * radius
-            margin = torch.minimum(margin, 6.4 * abs(share) - radius)
+            limit -= 4e-6 * (abs(share) / size) + 1e-9 * abs(share) * radius
+            longest = torch.maximum(longest, radius) if share else longest
         near = v.round()
-        for slot, block in ((v - near).abs() > torch.minimum(limit, margin)).nonzero().tolist():
+        for slot, block in (((v - near).abs() > limit) | (longest > 6.4)).nonzero().tolist():
             streams = [(of_step.key_stream(block), share) for of_step, share in zip(chunks, sizes, strict=True)]
             near[slot, block] = nearest_whole(streams, slot, float(part[slot, block]))
         factor = torch.tensor(scale, dtype=kind).double()
@@ -228,8 +229,8 @@ def reference_box_muller(words: Tensor) -> Tensor:
 
 
 def nearest_whole(streams: Sequence[tuple[KeyStream, float]], slot: int, part: float) -> float:
-    """part + the sum of size * N over (key stream, size), N of a slot, rounded to a whole number: 32 more bits of each x
-    and each angle at a time, until all numbers that begin with them are rounded alike."""
+    """part + the sum of size * N over (key stream, size), N of a slot, rounded to a whole number: 32 more bits of each
+    x and each angle at a time, until all numbers that begin with them are rounded alike."""
     bits = [stream.first_bits(slot // 2) for stream, _ in streams]
     for level in range(1, 1 << 15):
         for (stream, _), each in zip(streams, bits, strict=True):

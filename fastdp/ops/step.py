@@ -173,7 +173,9 @@ def noisy_sgd_step_(
     parameters); momentum_buffers of their shapes, not read where momentum = 0 (then [] will do), only written where
     `first`; offsets the global index of each parameter's first element, ranges disjoint; key 32 bytes or 8 words;
     std and scale as above; keep_grads: n is left in `sums`; counter: None, or an int64 [1] tensor on the parameters'
-    device, added to `step` and earlier steps; earlier_steps, earlier_weights: as of `add_noise_`. All contiguous. Raises TypeError or ValueError on anything else.
+    device, added to `step` and earlier steps; earlier_steps, earlier_weights: correlated noise, to which the normals
+    that these steps drew are added, too, times std and a weight each. All tensors contiguous. Raises TypeError or
+    ValueError on anything else.
     """
     draw = Draw(words_of(key), step, std, scale, keep_grads, list(earlier_steps), list(earlier_weights))
     update = SGD(lr, momentum, dampening, weight_decay, nesterov, maximize, first)
