@@ -41,7 +41,8 @@ def release(turned, coordinate, total, size, unit, scale, past, taken, CORRELATE
     rounded = tl.fma(whole + near, tl.zeros_like(v) + unit * scale, tl.zeros_like(v))  # + 0: no zero has a sign
     limit = 0.499996 - 9e-7 * radius
     certain = (tl.abs(v - near) <= (limit - taken if CORRELATED else limit)) & (radius <= 6.4 * size)
-    return tl.where(size == 0, total * scale, rounded), tl.where(size == 0, certain, certain == 0)
+    unsure = certain == 0
+    return tl.where(size == 0, total * scale, rounded), tl.where(size == 0, tl.zeros_like(unsure), unsure)
 
 
 @triton.jit
