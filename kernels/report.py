@@ -239,7 +239,7 @@ def noise_cases(dtype: torch.dtype) -> Iterator[Case]:
     past: dict[str, Any] = {"earlier_steps": [2, 1], "earlier_weights": [-0.5, 0.1]}
     yield Case("correlated noise", dtype, lambda: noise.add_noise_(tensors[1][0], 0.7, 0.1, key, 3, 5, **past))
     yield Case(
-        "correlated AdamW", dtype, lambda: step.noisy_adamw_step_(*tensors, [5, 6553606], **draw, **past, **adam)
+        "correlated update", dtype, lambda: step.noisy_adamw_step_(*tensors, [5, 6553606], **draw, **past, **adam)
     )
     ids, g, c = meta(8, 512, dtype=torch.int64), meta(8, 512, 768, dtype=dtype), meta(8, dtype=torch.float32)
     yield Case("look-ups' norm", dtype, lambda: lookup.embedding_norm_sq(ids, g))
