@@ -30,10 +30,20 @@ std::vector<fastdp_cuda_entry> entries_of(const py::buffer &buffer) {
     return entries;
 }
 
-void noise(Address data, int type, std::int64_t count, std::int64_t offset, const Key &key, std::uint64_t step,
-           double std, double scale, bool keep, int device, Address stream) {
+// Points into the draw.
+fastdp_cuda_draw drawn_by(const Draw &draw, Address counter) {
+    const auto &[key, number, std, scale, keep, earlier, weights] = draw;
+    fastdp_cuda_draw drawn = {{}, number, std, scale, keep, pointer<const std::int64_t>(counter),
+                              static_cast<std::int64_t>(earlier.size()), earlier.data(), weights.data()};
+    for (std::size_t k = 0; k < key.size(); ++k) drawn.key[k] = key[k];
+    return drawn;
+}
+
+void noise(Address data, int type, std::int64_t count, std::int64_t offset, const Draw &draw, bool keep,
+           Address workspace, int device, Address stream) {
+    const fastdp_cuda_draw drawn = drawn_by(draw, 0);
     const py::gil_scoped_release release;
-    check(fastdp_cuda_noise(pointer<void>(data), type, count, offset, key.data(), step, std, scale, keep ? 1 : 0,
+    check(fastdp_cuda_noise(pointer<void>(data), type, count, offset, &drawn, keep ? 1 : 0, pointer<void>(workspace),
                             device, pointer<void>(stream)));
 }
 
@@ -41,9 +51,7 @@ template <typename Update, auto STEP>
 void step(const py::buffer &buffer, Address workspace, int param_type, int state_type, const Draw &draw,
           Address counter, const Fields<Update> &fields, int device, Address stream) {
     std::vector<fastdp_cuda_entry> entries = entries_of(buffer);
-    const auto &[key, number, std, scale, keep, earlier, weights] = draw;
-    fastdp_cuda_draw drawn = {{}, number, std, scale, keep, pointer<const std::int64_t>(counter)};
-    for (std::size_t k = 0; k < key.size(); ++k) drawn.key[k] = key[k];
+    const fastdp_cuda_draw drawn = drawn_by(draw, counter);
     const Update update = update_of<Update>(fields);
     const py::gil_scoped_release release;
     check(STEP(entries.data(), static_cast<std::int64_t>(entries.size()), pointer<void>(workspace), param_type,

@@ -193,7 +193,8 @@ template <class Sizes, class Block>
 EXACTLY double nearest_whole(const Bits &own, int pair, double part, double size, int count, const Sizes &size_of,
                              const Block &block) {
     uint32_t x[LEVELS], around[LEVELS], words[16];
-    Total<double> total = {part, Accuracy<double>::ERROR};
+    const double sums = 1 + 0.03125 * count;  // in which the part is rounded
+    Total<double> total = {part, Accuracy<double>::ERROR * sums};
     for (int j = 0; j < count; ++j) {
         block(j, 0, words);
         add_normal<double>(total, bits_of(words, 1, pair, own.odd), x, around, 0, size_of(j), count + 1);
@@ -201,7 +202,7 @@ EXACTLY double nearest_whole(const Bits &own, int pair, double part, double size
     add_normal<double>(total, own, x, around, 0, size, count + 1);
     const double found = nearest(total);
     if (found == found) return found;
-    Total<Two> better = {Two(part), Accuracy<Two>::ERROR};
+    Total<Two> better = {Two(part), Accuracy<Two>::ERROR * sums};
     for (int j = 0; j <= count; ++j) {
         for (int level = 0; level < LEVELS; ++level) {
             block(j, level + 1, words);

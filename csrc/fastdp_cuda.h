@@ -28,11 +28,25 @@ enum { FASTDP_LOCAL, FASTDP_GLOBAL, FASTDP_AUTOMATIC };
  * double; for all else in float, each within 7e-7 of its pair's radius of the exact one.
  */
 
+typedef struct {
+    uint32_t key[8];
+    uint64_t step; /* below 2^48 */
+    double std, scale;
+    int keep_sums;
+    const int64_t *counter; /* NULL, or one number in device memory that is added to all steps (and to t) */
+    int64_t earlier;        /* correlated noise: normals of so many earlier steps are drawn again */
+    const uint64_t *earlier_steps;
+    const double *earlier_weights; /* and added times these, and std */
+} fastdp_cuda_draw;
+
+/* Bytes of device memory that a step over this many entries needs as workspace, or noise (over none). */
+int64_t fastdp_cuda_workspace(int64_t entries, int64_t earlier);
+
 /* data = ((keep ? data : 0) + std * N(0, 1)) * scale, rounded once. data: [count], its first element has the global
- * index `offset`; key: 8 words; step < 2^48.
+ * index `offset`. Without earlier steps the workspace may be NULL.
  */
-fastdp_cuda_status fastdp_cuda_noise(void *data, int type, int64_t count, int64_t offset, const uint32_t *key,
-                                     uint64_t step, double std, double scale, int keep, int device, void *stream);
+fastdp_cuda_status fastdp_cuda_noise(void *data, int type, int64_t count, int64_t offset, const fastdp_cuda_draw *draw,
+                                     int keep, void *workspace, int device, void *stream);
 
 /* For tests: blocks of the key stream from given states, [16][count] -> [16][count], and normals from given words,
  * [16][count] -> [12][count] of float32 or float64.
@@ -56,17 +70,6 @@ typedef struct {
     int64_t end_tile;                    /* tiles of this and all earlier entries; filled in by the function */
     int64_t tile_shift;                  /* from a tile's place in that count to its global number; filled in, too */
 } fastdp_cuda_entry;
-
-typedef struct {
-    uint32_t key[8];
-    uint64_t step;
-    double std, scale;
-    int keep_sums;
-    const int64_t *counter; /* NULL, or one number in device memory that is added to step (and to t) */
-} fastdp_cuda_draw;
-
-/* Bytes of device memory that a step over this many entries needs as workspace. */
-int64_t fastdp_cuda_workspace(int64_t entries);
 
 fastdp_cuda_status fastdp_cuda_noisy_sgd(fastdp_cuda_entry *entries, int64_t count, void *workspace, int param_type,
                                          int state_type, const fastdp_cuda_draw *draw, const fastdp_sgd *rule,

@@ -132,28 +132,41 @@ def coordinate(y, y_low, odd):
 
 
 @triton.jit
-def decide(v, v_low, log, radius, left, finest, size, error):
-    """v rounded, and whether that is certain. left: 1 - x in units of 2^-53, which `finest` may be taken off."""
+def off_of(log, radius, left, finest, size, error):
+    """How far off size times a normal may be. left: 1 - x in units of 2^-53, which `finest` may be taken off."""
     log_off = error * (log + 1) + 2.0000001 * finest / (left - finest)
     radius_off = 2 * log_off / (radius + tl.sqrt(log_off))
-    off = 1.0000001 * size * (radius_off + radius * (error + 7 * finest * 2.3283064365386963e-10)) + error
+    off = 1.0000001 * tl.abs(size) * (radius_off + radius * (error + 7 * finest * 2.3283064365386963e-10))
+    return tl.where(left > finest, off, float("inf"))
+
+
+@triton.jit
+def decide(v, v_low, off):
+    """v rounded, and whether that is certain where it may be so far off."""
     whole = tl.floor(v + 0.5)
     above = v - whole
     beyond = (tl.abs(above) - 0.5) + tl.where(above < 0, -v_low, v_low)
     whole = tl.where(beyond > 0, tl.where(above < 0, whole - 1, whole + 1), whole)
-    return whole, (left > finest) & (tl.abs(beyond) > off)
+    return whole, tl.abs(beyond) > off
 
 
 @triton.jit
-def by_bits(word, low, circle, odd, part, size):
-    """In float64. word and low: of x; circle: of the point, uint32."""
+def normal_by_bits(word, low, circle, odd, size, error):
+    """size * N in float64, and how far off it may be. word and low: of x; circle: of the point, uint32."""
     left = 9007199254740992.0 - (word.to(tl.float64) * 2097152.0 + low.to(tl.float64))
     log = -2.0 * tl.log(left * 1.1102230246251565e-16)
     radius = tl.sqrt(log)
     y = (circle << 1).to(tl.int32, bitcast=True).to(tl.float64) * 7.314590396335798e-10  # pi / 2^32
     turned = tl.where((circle >> 31) != 0, -radius, radius)
-    v = turned * tl.where(odd, tl.sin(y), tl.cos(y)) * size + part
-    return decide(v, tl.zeros_like(v), log, radius, left, tl.zeros_like(v) + 1.0, size, ERROR)
+    v = turned * tl.where(odd, tl.sin(y), tl.cos(y)) * size
+    return v, off_of(log, radius, left, tl.zeros_like(v) + 1.0, size, error)
+
+
+@triton.jit
+def by_bits(word, low, circle, odd, part, size):
+    """part + size * N rounded, in float64, and whether that is certain."""
+    v, off = normal_by_bits(word, low, circle, odd, size, ERROR)
+    return decide(v + part, tl.zeros_like(v), off + ERROR)
 
 
 @triton.jit
@@ -174,14 +187,21 @@ def more_bits(u, u_low, y, y_low, x_word, y_word, unit):
 
 
 @triton.jit
-def by_more_bits(u, u_low, y, y_low, circle, odd, part, size):
-    """By pairs of float64."""
-    nothing = tl.zeros_like(part)
+def normal_by_more_bits(u, u_low, y, y_low, circle, odd, size, error):
+    """As `normal_by_bits`, by pairs of float64."""
+    nothing = tl.zeros_like(u)
     log, log_low = minus_two_log(u, u_low)
     radius, radius_low = root(log, log_low)
     at, at_low = coordinate(y, y_low, odd)
     v, v_low = multiply(radius, radius_low, at, at_low)
     turned = (circle >> 31) != 0
     v, v_low = multiply(tl.where(turned, -v, v), tl.where(turned, -v_low, v_low), nothing + size, nothing)
-    v, v_low = add(v, v_low, part, nothing)
-    return decide(v, v_low, log, radius, u, nothing + FINEST, size, FINE_ERROR)
+    return v, v_low, off_of(log, radius, u, nothing + FINEST, size, error)
+
+
+@triton.jit
+def by_more_bits(u, u_low, y, y_low, circle, odd, part, size):
+    """As `by_bits`, by pairs of float64."""
+    v, v_low, off = normal_by_more_bits(u, u_low, y, y_low, circle, odd, size, FINE_ERROR)
+    v, v_low = add(v, v_low, part, tl.zeros_like(part))
+    return decide(v, v_low, off + FINE_ERROR)

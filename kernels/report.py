@@ -236,6 +236,11 @@ def noise_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("noise added", dtype, lambda: noise.add_noise_(tensors[1][0], 0.7, 0.1, key, 3, 5))
     yield Case("update AdamW", dtype, lambda: step.noisy_adamw_step_(*tensors, [5, 6553606], **draw, **adam))
     yield Case("update SGD", dtype, lambda: step.noisy_sgd_step_(*tensors[:3], [5, 6553606], **draw, momentum=0.9))
+    past: dict[str, Any] = {"earlier_steps": [2, 1], "earlier_weights": [-0.5, 0.1]}
+    yield Case("correlated noise", dtype, lambda: noise.add_noise_(tensors[1][0], 0.7, 0.1, key, 3, 5, **past))
+    yield Case(
+        "correlated update", dtype, lambda: step.noisy_adamw_step_(*tensors, [5, 6553606], **draw, **past, **adam)
+    )
     ids, g, c = meta(8, 512, dtype=torch.int64), meta(8, 512, 768, dtype=dtype), meta(8, dtype=torch.float32)
     yield Case("look-ups' norm", dtype, lambda: lookup.embedding_norm_sq(ids, g))
     yield Case("look-ups' sum", dtype, lambda: lookup.embedding_clipped_sum(ids, g, c, 50257))

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fastdp.ops.checks import check_single_std
 from fastdp.ops.noise_reference import Grid
 from fastdp.ops.updates import SGD, Adam, Step, implementation
 
+from .keystream import LANES, TILE, chacha20, pair_of, stream_of
 from .many import TYPES
-from .noise import LANES, SIZE, TILE, TILES, chacha20, pair_of, release, settled, stream_of
+from .noise import SIZE, TILES, release, settled, table_of
+from .past import gathered, is_correlated, past_of
 
 WORDS = tl.constexpr(10)  # of the key and the nonce, at the table's begin
 
@@ -50,14 +51,14 @@ def inside_of(p_row, at):
 
 
 @triton.jit
-def spend(p_table, p_row, at, turned, coordinate, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr,
-          READS: tl.constexpr, NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr,
-          SUM: tl.constexpr):  # fmt: skip
+def spend(p_table, p_row, at, turned, coordinate, past, taken, ADAM: tl.constexpr, KEEP: tl.constexpr,
+          BUFFER: tl.constexpr, READS: tl.constexpr, NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr,
+          SUM: tl.constexpr, CORRELATED: tl.constexpr):  # fmt: skip
     """One normal of each lane, released and spent; where that is open, nothing is stored."""
     inside = inside_of(p_row, at)
     size, unit, scale = option(p_table, 0, turned), option(p_table, 1, turned), option(p_table, 2, turned)
     total = tl.load(numbers_at(p_row, 1, SUM) + at, mask=inside, other=0.0)
-    n, unsure = release(turned, coordinate, total, size, unit, scale)
+    n, unsure = release(turned, coordinate, total, size, unit, scale, past, taken, CORRELATED)
     unsure = inside & unsure
     update(p_table, p_row, at, n, inside & (unsure == 0), ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
     return unsure.to(tl.int32)
@@ -102,7 +103,7 @@ def update(p_table, p_row, at, n, inside, ADAM: tl.constexpr, KEEP: tl.constexpr
 @triton.jit(do_not_specialize=["rows"])
 def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr, READS: tl.constexpr,
                 NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr, SUM: tl.constexpr,
-                HEAD: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+                CORRELATED: tl.constexpr, HEAD: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The row whose programs this one is among: the first whose end lies behind it."""
     program = tl.program_id(0)
     low, high = tl.cast(0, tl.int32), tl.cast(rows, tl.int32) - 1
@@ -120,16 +121,23 @@ def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: t
     w0, w1, w2, w3 = word(p_table, 0), word(p_table, 1), word(p_table, 2), word(p_table, 3)
     w4, w5, w6, w7 = word(p_table, 4), word(p_table, 5), word(p_table, 6), word(p_table, 7)
     n0, n1 = word(p_table, 8), word(p_table, 9)
+    p_past, past, taken = p_table + HEAD + tl.cast(rows, tl.int64) * FIELDS, 0.0, 0.0  # behind the rows
+    if CORRELATED:
+        pasts, takens = gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, SUM == tl.float64)
     words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
     at = tile * TILE + lane - offset
     unsure = tl.zeros_like(at).to(tl.int32)  # a bit for each slot
     for pair in tl.static_range(6):
         turned, cosine, sine = pair_of(words, pair, SUM == tl.float64)
         turned *= option(p_table, 0, turned)
-        unsure |= spend(p_table, p_row, at + 2 * pair * LANES, turned, cosine, ADAM, KEEP, BUFFER, READS, NESTEROV,
-                        PARAM, STATE, SUM) << (2 * pair)  # fmt: skip
-        unsure |= spend(p_table, p_row, at + (2 * pair + 1) * LANES, turned, sine, ADAM, KEEP, BUFFER, READS, NESTEROV,
-                        PARAM, STATE, SUM) << (2 * pair + 1)  # fmt: skip
+        if CORRELATED:
+            past, taken = pasts[2 * pair], takens[pair]
+        unsure |= spend(p_table, p_row, at + 2 * pair * LANES, turned, cosine, past, taken, ADAM, KEEP, BUFFER, READS,
+                        NESTEROV, PARAM, STATE, SUM, CORRELATED) << (2 * pair)  # fmt: skip
+        if CORRELATED:
+            past = pasts[2 * pair + 1]
+        unsure |= spend(p_table, p_row, at + (2 * pair + 1) * LANES, turned, sine, past, taken, ADAM, KEEP, BUFFER,
+                        READS, NESTEROV, PARAM, STATE, SUM, CORRELATED) << (2 * pair + 1)  # fmt: skip
     if tl.max(unsure, 0) > 0:
         for slot in range(12):
             here = ((unsure >> slot) & 1) != 0
@@ -137,9 +145,8 @@ def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: t
                 place = at + slot * LANES
                 total = tl.load(numbers_at(p_row, 1, SUM) + place, mask=here, other=0.0)
                 size, unit, scale = option(p_table, 0, total), option(p_table, 1, total), option(p_table, 2, total)
-                n = settled(
-                    words, slot, total, size, unit, scale, here, counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1
-                )
+                n = settled(words, slot, total, size, unit, scale, here, counter, w0, w1, w2, w3, w4, w5, w6, w7, n0,
+                            n1, p_past, CORRELATED)  # fmt: skip
                 update(p_table, p_row, place, n, here, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
 
 
@@ -164,12 +171,6 @@ def _options(step: Step, dtype: torch.dtype) -> list[float]:
     return [*shared, u.weight_decay, u.lr, u.momentum, 1 - u.dampening, 0.0, 0.0, 0.0, 0.0]
 
 
-def _table(device: torch.device, numbers: list[int]) -> Tensor:
-    """On the device; the host waits for nothing."""
-    table = torch.tensor(numbers, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
-
-
 def _step(step: Step) -> None:
     """All parameters of a type, and with states of a type, in one launch."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[Any]] = {}
@@ -180,7 +181,7 @@ def _step(step: Step) -> None:
             raise ValueError(f"states of parameter {i} must all be of one type")
         if param.numel():
             groups.setdefault(kinds, []).append(((param, total, *states), offset))
-    adam = isinstance(step.update, Adam)
+    adam, correlated = isinstance(step.update, Adam), is_correlated(step.draw)
     for (param_type, state_type, total_type), members in groups.items():
         rows, programs = list[int](), 0
         for tensors, offset in members:
@@ -190,12 +191,15 @@ def _step(step: Step) -> None:
             rows += [*places, tensors[0].numel(), offset, programs]
         stream = stream_of(step.draw.key, step.draw.step)
         numbers = [*stream, *_bits(_options(step, total_type)), *rows]
+        if correlated:
+            numbers += past_of(step.draw, Grid.of(step.draw.std, total_type).size)
         with torch.cuda.device_of(members[0][0][0]):
             step_kernel[(programs,)](
-                _table(members[0][0][0].device, numbers), len(members), ADAM=adam, KEEP=step.draw.keep_grads,
+                table_of(members[0][0][0].device, numbers), len(members), ADAM=adam, KEEP=step.draw.keep_grads,
                 BUFFER=not adam and step.update.momentum != 0, READS=not adam and not step.update.first,
                 NESTEROV=not adam and step.update.nesterov, PARAM=_TYPES[param_type], STATE=_TYPES[state_type],
-                SUM=_TYPES[total_type], HEAD=_HEAD, TILES=TILES, num_warps=4, enable_fp_fusion=False,
+                SUM=_TYPES[total_type], CORRELATED=correlated, HEAD=_HEAD, TILES=TILES, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
     step.changed()
 

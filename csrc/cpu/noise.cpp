@@ -52,11 +52,12 @@ Work work_of(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const 
     };
     int exponent;
     const double size = std::frexp(work.std, &exponent) * 128;
-    work.earlier.resize(noise->std != 0 ? noise->earlier : 0);
-    for (size_t j = 0; j < work.earlier.size(); ++j) {
-        std::copy(work.state, work.state + 16, work.earlier[j].state);
-        draws_of(work.earlier[j].state, noise->earlier_steps[j]);
-        work.earlier[j].size = size * noise->earlier_weights[j];
+    for (int32_t j = 0; noise->std != 0 && j < noise->earlier; ++j) {
+        if (noise->earlier_weights[j] == 0) continue;
+        work.earlier.push_back({{}, size * noise->earlier_weights[j]});
+        uint32_t *state = work.earlier.back().state;
+        std::copy(work.state, work.state + 16, state);
+        draws_of(state, noise->earlier_steps[j]);
     }
     draws_of(work.state, noise->step);
     tiles[0] = 0;

@@ -69,8 +69,8 @@ struct AdamW {
 
 using namespace fastdp;
 
-extern "C" int64_t fastdp_cuda_workspace(int64_t entries) {
-    return (int64_t)sizeof(Header) + entries * (int64_t)sizeof(fastdp_cuda_entry);
+extern "C" int64_t fastdp_cuda_workspace(int64_t entries, int64_t earlier) {
+    return (int64_t)sizeof(Header) + entries * (int64_t)sizeof(fastdp_cuda_entry) + earlier * (int64_t)sizeof(Earlier);
 }
 
 extern "C" fastdp_cuda_status fastdp_cuda_noisy_adamw(fastdp_cuda_entry *entries, int64_t count, void *workspace,

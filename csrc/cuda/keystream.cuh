@@ -166,15 +166,18 @@ Amounts<Number> amounts_of(double std, double scale, bool alone, Number) {
 
 // n = grid * round(sum / grid + size * normal) * scale, the sum's multiples of the grid apart. False where it is open to
 // what v is rounded: next to the middle of two whole numbers by 9e-7 of the radius (7e-7, and some for adding and what
-// the angle's 32 bits leave) and 4e-6 (for the 53 bits of the smallest radii), and above a radius of 6.4.
-template <typename Number>
-FASTDP_INLINE bool release(Number turned, Number coordinate, Number sum, const Amounts<Number> &by, Number &n) {
+// the angle's 32 bits leave) and 4e-6 (for the 53 bits of the smallest radii), and above a radius of 6.4. past: of earlier
+// steps (past.cuh), what else the element's slot takes, and how that moves this bound.
+template <typename Number, class Past>
+FASTDP_INLINE bool release(Number turned, Number coordinate, Number sum, const Amounts<Number> &by, const Past &past,
+                           int slot, Number &n) {
     const Number grids = sum * by.per_grid, whole = rint(grids), part = grids - whole;
-    const Number v = fma(turned, coordinate, part), near = rint(v), radius = fabs(turned);
+    const Number v = fma(turned, coordinate, past.sum(slot, part)), near = rint(v), radius = fabs(turned);
     n = fma(whole + near, by.grid_scaled, (Number)0);  // adding 0 takes the sign off a zero
     if (by.size == 0) return n = sum * by.scale, true;
     if (by.alone) return n = turned * coordinate * by.grid_scaled, true;
-    return fabs(v - near) <= fma(radius, (Number)-9e-7, (Number)(0.5 - 4e-6)) && radius <= (Number)6.4 * by.size;
+    const Number limit = past.limit(slot, fma(radius, (Number)-9e-7, (Number)(0.5 - 4e-6)));
+    return fabs(v - near) <= limit && radius <= (Number)6.4 * by.size;
 }
 
 }  // namespace fastdp

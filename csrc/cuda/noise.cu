@@ -28,17 +28,19 @@ struct Draw {
     int keep;
 };
 
-template <typename T>
+template <typename T, class Past>
 __global__ void __launch_bounds__(THREADS, Draw<T>::BLOCKS)
     noise(T *data, int64_t count, int64_t offset, int64_t first_tile, int64_t end_tile, const __grid_constant__ Key key, Nonce nonce,
-          const __grid_constant__ Amounts<arithmetic<T>> by, int keep) {
+          const __grid_constant__ Amounts<arithmetic<T>> by, int keep,
+          const __grid_constant__ typename Past::Options earlier) {
     const int64_t groups = (int64_t)gridDim.x * (THREADS / LANES);
     const int64_t group = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LANES;
     Draw<T> rule = {data, by, keep};
+    Past past(earlier);
     for (int64_t tile = first_tile + group; tile < end_tile; tile += groups) {
         const int64_t first = tile * TILE - offset + (int)threadIdx.x % LANES;
         rule.data = data + first;
-        noisy_tile(rule, key, nonce, tile, first, count);
+        noisy_tile(rule, past, key, nonce, tile, first, count);
     }
 }
 
@@ -78,21 +80,29 @@ __global__ void transform(const uint32_t *words, Number *normals, int64_t count)
 using namespace fastdp;
 
 extern "C" fastdp_cuda_status fastdp_cuda_noise(void *data, int type, int64_t count, int64_t offset,
-                                                const uint32_t *key_words, uint64_t step, double std, double scale,
-                                                int keep, int device, void *stream) {
+                                                const fastdp_cuda_draw *draw, int keep, void *workspace, int device,
+                                                void *stream) {
     if (count <= 0) return {nullptr, nullptr};
     const DeviceGuard guard(device);
     if (guard.error != cudaSuccess) return status_of("noise", guard.error);
     Key key;
-    for (int k = 0; k < 8; ++k) key.word[k] = key_words[k];
+    for (int k = 0; k < 8; ++k) key.word[k] = draw->key[k];
     const int64_t first_tile = offset / TILE, end_tile = (offset + count - 1) / TILE + 1;  // divided once, here
     const unsigned blocks = blocks_for(end_tile - first_tile, THREADS / LANES, device, BLOCKS_PER_MULTIPROCESSOR);
     return with_type(type, [&](auto *typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
-        const auto kernel = noise<T>;
-        FASTDP_LAUNCH(kernel, blocks, THREADS, (cudaStream_t)stream, (T *)data, count, offset, first_tile, end_tile,
-                      key, nonce_of(step), amounts_of(std, scale, !keep, arithmetic<T>()), keep);
-        return launched("noise");
+        using Number = arithmetic<T>;
+        const auto by = amounts_of(draw->std, draw->scale, !keep, Number());
+        const auto run = [&](auto kernel, const auto &earlier) {
+            FASTDP_LAUNCH(kernel, blocks, THREADS, (cudaStream_t)stream, (T *)data, count, offset, first_tile, end_tile,
+                          key, nonce_of(draw->step), by, keep, earlier);
+            return launched("noise");
+        };
+        if (!is_correlated(*draw)) return run(noise<T, NoPast>, NoPast::Options());
+        PastOptions<Number> earlier;
+        const fastdp_cuda_status status =
+            lay_out_draws(*draw, by.size, (Earlier *)workspace, (cudaStream_t)stream, earlier);
+        return status.kernel != nullptr ? status : run(noise<T, Past<Number>>, earlier);
     });
 }
 

@@ -63,16 +63,18 @@ FASTDP_INLINE int find_entry(const fastdp_cuda_entry *table, int count, int64_t 
     return low;
 }
 
-template <class Rule>
+template <class Rule, class Past>
 static __global__ void __launch_bounds__(THREADS, Rule::BLOCKS)
     noisy_step(const fastdp_cuda_entry *__restrict__ table, int count, const Header *__restrict__ header,
                const __grid_constant__ Key key,
-               const __grid_constant__ typename Rule::Options options) {  // numbers in the type computed in
+               const __grid_constant__ typename Rule::Options options,  // numbers in the type computed in
+               const __grid_constant__ typename Past::Options earlier) {
     const int64_t groups = (int64_t)gridDim.x * (THREADS / LANES);
     const int64_t group = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LANES;
     const int64_t tiles = table[count - 1].end_tile;
     const Nonce nonce = header->nonce;
     Rule rule(options, *header);
+    Past past(earlier);
     for (int64_t begin = group * TILES_PER_ITEM; begin < tiles; begin += groups * TILES_PER_ITEM) {
         int p = find_entry(table, count, begin);
         for (int64_t tile = begin; tile < begin + TILES_PER_ITEM && tile < tiles; ++tile) {
@@ -81,7 +83,7 @@ static __global__ void __launch_bounds__(THREADS, Rule::BLOCKS)
             const int64_t global_tile = tile + entry.tile_shift;
             const int64_t first = global_tile * TILE - entry.offset + (int)threadIdx.x % LANES;
             rule.point_at(entry, first);
-            noisy_tile(rule, key, nonce, global_tile, first, entry.count);
+            noisy_tile(rule, past, key, nonce, global_tile, first, entry.count);
         }
     }
 }
@@ -121,10 +123,20 @@ fastdp_cuda_status step_over(const char *name, fastdp_cuda_entry *entries, int64
     }
     Key key;
     for (int k = 0; k < 8; ++k) key.word[k] = draw.key[k];
-    const auto kernel = noisy_step<Rule>;
     const unsigned blocks =
         blocks_for(tiles, TILES_PER_ITEM * (THREADS / LANES), device, BLOCKS_PER_MULTIPROCESSOR);
-    FASTDP_LAUNCH(kernel, blocks, THREADS, stream, table, (int)count, header, key, options);
+    if (is_correlated(draw)) {
+        using Number = typename Rule::Number;
+        PastOptions<Number> earlier;
+        const fastdp_cuda_status status =
+            lay_out_draws(draw, options.draw.size, (Earlier *)(table + count), stream, earlier);
+        if (status.kernel != nullptr) return status;
+        const auto kernel = noisy_step<Rule, Past<Number>>;
+        FASTDP_LAUNCH(kernel, blocks, THREADS, stream, table, (int)count, header, key, options, earlier);
+    } else {
+        const auto kernel = noisy_step<Rule, NoPast>;
+        FASTDP_LAUNCH(kernel, blocks, THREADS, stream, table, (int)count, header, key, options, NoPast::Options());
+    }
     return launched(name);
 }
 

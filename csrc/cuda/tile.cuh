@@ -2,11 +2,10 @@
 // spent on 12 elements, 64 apart: neighbouring threads touch neighbouring elements.
 #pragma once
 
-#include "keystream.cuh"
+#include "past.cuh"
 
 namespace fastdp {
 
-constexpr int THREADS = 256;
 constexpr int BLOCKS_PER_MULTIPROCESSOR = 6;  // of a grid; what runs at once is less
 
 // Which of this thread's 12 elements (first, first + 64, ...) lie in [0, count): one bit each.
@@ -31,8 +30,9 @@ FASTDP_INLINE Loaded<Rule> load_pair(const Rule &rule, int pair) {
 }
 
 // The elements of this thread whose bit in `open` is set, by more of the key stream's bits. Few: of 12, one in 500.
-template <class Rule>
-static __device__ __noinline__ void settle(Rule rule, const Key &key, Nonce nonce, uint64_t counter, unsigned open) {
+template <class Rule, class Draws>
+static __device__ __noinline__ void settle(Rule rule, Draws earlier, const Key &key, Nonce nonce, uint64_t counter,
+                                           unsigned open) {
     uint32_t words[16];
     chacha20_block(key, nonce, counter, words);
     const auto &by = rule.amounts();
@@ -46,25 +46,25 @@ static __device__ __noinline__ void settle(Rule rule, const Key &key, Nonce nonc
             continue;
         }
         const int pair = slot / 2;
-        const auto block = [&](int, int level, uint32_t(&of_level)[16]) {
-            Nonce shifted = nonce;
+        const auto block = [&](int j, int level, uint32_t(&of_level)[16]) {
+            Nonce shifted = j < earlier.count() ? earlier.nonce(j) : nonce;
             shifted.word[1] += (uint32_t)level << 16;
             chacha20_block(key, shifted, counter, of_level);
         };
-        const auto no_size = [](int) { return 0.0; };
+        const auto size_of = [&](int j) { return earlier.size(j); };
         const exact::Bits bits = exact::bits_of(words, 1, pair, slot % 2 == 1);
-        const double near = exact::nearest_whole(bits, pair, part, by.size, 0, no_size, block);
+        const double near = exact::nearest_whole(bits, pair, part, by.size, earlier.count(), size_of, block);
         const typename Rule::Number n = fma(whole + (typename Rule::Number)near, by.grid_scaled, (typename Rule::Number)0);
         rule.store(slot * LANES, e, n);
     }
 }
 
 // One element: released and stored by the rule, or marked as open.
-template <class Rule>
-FASTDP_INLINE void spend(const Rule &rule, int slot, const Point<typename Rule::Number> &point,
+template <class Rule, class Past>
+FASTDP_INLINE void spend(const Rule &rule, const Past &past, int slot, const Point<typename Rule::Number> &point,
                          const typename Rule::Element &e, unsigned &open) {
     typename Rule::Number n;
-    if (release(point.turned, slot % 2 ? point.sine : point.cosine, rule.sum_of(e), rule.amounts(), n)) {
+    if (release(point.turned, slot % 2 ? point.sine : point.cosine, rule.sum_of(e), rule.amounts(), past, slot, n)) {
         rule.store(slot * LANES, e, n);
     } else {
         open |= 1u << slot;
@@ -73,9 +73,10 @@ FASTDP_INLINE void spend(const Rule &rule, int slot, const Point<typename Rule::
 
 // A tile that lies inside the array: what a pair reads is asked for well before it is needed, two of them before the
 // block is drawn and AHEAD while normals are made: more would not fit into the registers.
-template <class Rule>
-FASTDP_INLINE void whole_tile(const Rule &rule, const Key &key, const Nonce &nonce, uint64_t counter) {
+template <class Rule, class Past>
+FASTDP_INLINE void whole_tile(const Rule &rule, Past &past, const Key &key, const Nonce &nonce, uint64_t counter) {
     constexpr int PAIRS = SLOTS / 2, AHEAD = 3;
+    past.gather(key, counter);
     Loaded<Rule> loaded[PAIRS];
     loaded[0] = load_pair(rule, 0), loaded[1] = load_pair(rule, 1);
     uint32_t words[16];
@@ -87,17 +88,18 @@ FASTDP_INLINE void whole_tile(const Rule &rule, const Key &key, const Nonce &non
         Point<typename Rule::Number> point;
         box_muller(words, pair, point);
         point.turned *= rule.amounts().size;
-        spend(rule, 2 * pair, point, loaded[pair].even, open);
-        spend(rule, 2 * pair + 1, point, loaded[pair].odd, open);
+        spend(rule, past, 2 * pair, point, loaded[pair].even, open);
+        spend(rule, past, 2 * pair + 1, point, loaded[pair].odd, open);
         if (pair + AHEAD < PAIRS) loaded[pair + AHEAD] = load_pair(rule, pair + AHEAD);
     }
-    if (open) settle(rule, key, nonce, counter, open);
+    if (open) settle(rule, past.draws(), key, nonce, counter, open);
 }
 
 // A tile at an end of the array.
-template <class Rule>
-FASTDP_INLINE void part_of_tile(const Rule &rule, const Key &key, const Nonce &nonce, uint64_t counter,
+template <class Rule, class Past>
+FASTDP_INLINE void part_of_tile(const Rule &rule, Past &past, const Key &key, const Nonce &nonce, uint64_t counter,
                                 unsigned inside) {
+    past.gather(key, counter);
     uint32_t words[16];
     unsigned open = 0;
     chacha20_block(key, nonce, counter, words);
@@ -106,22 +108,22 @@ FASTDP_INLINE void part_of_tile(const Rule &rule, const Key &key, const Nonce &n
         Point<typename Rule::Number> point;
         box_muller(words, slot / 2, point);
         point.turned *= rule.amounts().size;
-        if (inside >> slot & 1) spend(rule, slot, point, rule.load(slot * LANES), open);
-        if (inside >> (slot + 1) & 1) spend(rule, slot + 1, point, rule.load((slot + 1) * LANES), open);
+        if (inside >> slot & 1) spend(rule, past, slot, point, rule.load(slot * LANES), open);
+        if (inside >> (slot + 1) & 1) spend(rule, past, slot + 1, point, rule.load((slot + 1) * LANES), open);
     }
-    if (open) settle(rule, key, nonce, counter, open);
+    if (open) settle(rule, past.draws(), key, nonce, counter, open);
 }
 
 // One tile of the global grid; `first`: this thread's first element in the arrays of `rule`, of `count` elements.
-template <class Rule>
-FASTDP_INLINE void noisy_tile(const Rule &rule, const Key &key, const Nonce &nonce, int64_t tile, int64_t first,
-                              int64_t count) {
+template <class Rule, class Past>
+FASTDP_INLINE void noisy_tile(const Rule &rule, Past &past, const Key &key, const Nonce &nonce, int64_t tile,
+                              int64_t first, int64_t count) {
     const int lane = (int)threadIdx.x % LANES;
     const uint64_t counter = (uint64_t)tile * LANES + lane;
     if (first >= lane && first - lane + TILE <= count) {
-        whole_tile(rule, key, nonce, counter);
+        whole_tile(rule, past, key, nonce, counter);
     } else {
-        part_of_tile(rule, key, nonce, counter, elements_inside(first, count));
+        part_of_tile(rule, past, key, nonce, counter, elements_inside(first, count));
     }
 }
 

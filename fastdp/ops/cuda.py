@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_out, check_single_std, check_table_sum, refuse_repetition, rows_of
+from .checks import check_earlier, check_out, check_single_std, check_table_sum, refuse_repetition, rows_of
 from .clip import check as check_clipping
 from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type, sum_type
 from .registry import native_cuda
-from .updates import SGD, Adam, Step, implementation
+from .updates import SGD, Adam, Draw, Step, implementation
 
 __all__ = [
     "DTYPES",
@@ -51,21 +51,26 @@ def noise_(out: Tensor, std: float, key: Sequence[int], step: int, offset: int =
     Args: out contiguous, float32, bfloat16, float16 or float64; std >= 0; key 8 words of 32 bits; step in
     [0, 2^48); offset >= 0 the global index of out's first element. Source: RFC 8439; Box & Muller 1958.
     """
-    return _noise(out, std, 1.0, key, step, offset, keep=False)
+    return _noise(out, Draw(key, step, std, 1.0), offset, keep=False)
 
 
-def add_scaled_(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int = 0) -> Tensor:
-    """tensor = (tensor + std * N(0, 1)) * scale, in place, rounded once; returns tensor. Arguments as of `noise_`."""
-    return _noise(tensor, std, scale, key, step, offset, keep=True)
+def add_scaled_(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int = 0,
+                earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = ()) -> Tensor:  # fmt: skip
+    """tensor = (tensor + std * N(0, 1)) * scale, in place, rounded once; returns tensor. Arguments as of `noise_`.
+
+    earlier_steps, earlier_weights: of correlated noise, as of `add_noise_`.
+    """
+    check_earlier(earlier_steps, earlier_weights)
+    return _noise(tensor, Draw(key, step, std, scale, True, earlier_steps, earlier_weights), offset, keep=True)
 
 
-def _noise(
-    tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int, *, keep: bool
-) -> Tensor:
-    check_out(tensor, key, step, std, offset)
-    check_single_std(std, tensor.dtype)
-    pointer, kind, place = tensor.data_ptr(), DTYPES[tensor.dtype], _place(tensor.device)
-    _native().noise(pointer, kind, tensor.numel(), offset, list(key), step, std, scale, keep, *place)
+def _noise(tensor: Tensor, draw: Draw, offset: int, *, keep: bool) -> Tensor:
+    check_out(tensor, draw.key, draw.step, draw.std, offset)
+    check_single_std(draw.std, tensor.dtype)
+    native, pointer, kind, place = _native(), tensor.data_ptr(), DTYPES[tensor.dtype], _place(tensor.device)
+    workspace = _workspace(0, draw, tensor.device) if draw.earlier_steps else None
+    memory = NULL if workspace is None else workspace.data_ptr()
+    native.noise(pointer, kind, tensor.numel(), offset, draw, keep, memory, *place)
     torch.autograd.graph.increment_version(tensor)
     return tensor
 
@@ -94,7 +99,7 @@ def _step(step: Step) -> None:
     native, counter = _native(), NULL if step.counter is None else step.counter.data_ptr()
     run = native.noisy_sgd if isinstance(step.update, SGD) else native.noisy_adamw
     for kinds, rows in groups.items():
-        workspace = torch.empty(native.workspace(len(rows) // 6), dtype=torch.uint8, device=device)
+        workspace = _workspace(len(rows) // 6, step.draw, device)
         codes = [DTYPES[kind] for kind in kinds]
         run(rows, workspace.data_ptr(), *codes, step.draw, counter, step.update, *_place(device))
     step.changed()
@@ -188,6 +193,11 @@ def embedding_clipped_sum(
 
 
 # ---------------------------------------------------------------------- what they share
+
+
+def _workspace(entries: int, draw: Draw, device: torch.device) -> Tensor:
+    size = _native().workspace(entries, len(draw.earlier_steps))
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _native() -> Any:

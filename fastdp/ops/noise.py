@@ -175,7 +175,7 @@ def _noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int =
         flat[low:high] = rounded(normal.mul_(std), out.dtype)
 
 
-def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
+def reference_add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
                earlier_steps: Sequence[int] = (), earlier_weights: Sequence[float] = ()) -> None:  # fmt: skip
     check_out(tensor, key, step, std, offset)
     check_earlier(earlier_steps, earlier_weights)
@@ -210,5 +210,6 @@ _noise_op = define("noise_(Tensor(a!) out, float std, int[] key, int step, int o
 _add_noise_op = define(
     "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset, int[] earlier_steps=[], "
     "float[] earlier_weights=[]) -> ()",
-    _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False, triton("noise", "add_noise_")),
+    reference_add_noise, _nothing,
+    CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False, triton("noise", "add_noise_")),
 )  # fmt: skip

@@ -72,7 +72,7 @@ def reference_release(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(low, high, n [high - low]) of successive ranges of the sum: n = unit * round(sum / unit + size * N) * scale.
 
-    N is the sum of the normals of steps, each times a weight; draws: the step whose weight is 1, the earlier ones,
+    N is the sum of the normals of steps, each times a weight; draws: the step whose weight is 1, the earlier ones, and
     their weights. total: one-dimensional, float32 or float64; dtype: of what is released. The product is in float32
     where neither that nor std nor scale needs more. A sum that is no number, or is too large for noise to change a bit
     of it, stays.
@@ -91,16 +91,16 @@ def reference_release(
         grids = given / unit
         whole = grids.round()
         part = grids - whole
-        v, limit, margin = part.clone(), torch.full_like(part, 0.5), torch.full_like(part, 0.5)
+        v, limit, longest = part.clone(), torch.full_like(part, 0.5), torch.zeros_like(part)
         for of_step, share in zip(chunks, sizes, strict=True):
             normal = reference_box_muller(of_step.words)  # [12, blocks]
-            radius = normal.view(SLOTS // 2, 2, -1).square().sum(1).sqrt().repeat_interleave(2, 0) * abs(share)
+            radius = normal.view(SLOTS // 2, 2, -1).square().sum(1).sqrt().repeat_interleave(2, 0)
             v.add_(normal, alpha=share)
             # what the angle's 32 bits leave, and those of x, of the smallest radii; above 6.4 they leave too much
-            limit -= 4e-6 * (abs(share) / size) + 1e-9 * radius
-            margin = torch.minimum(margin, 64 * (6.4 - radius / max(abs(share), 1e-9)))
+            limit -= 4e-6 * (abs(share) / size) + 1e-9 * abs(share) * radius
+            longest = torch.maximum(longest, radius) if share else longest
         near = v.round()
-        for slot, block in ((v - near).abs() > torch.minimum(limit, margin)).nonzero().tolist():
+        for slot, block in (((v - near).abs() > limit) | (longest > 6.4)).nonzero().tolist():
             streams = [(of_step.key_stream(block), share) for of_step, share in zip(chunks, sizes, strict=True)]
             near[slot, block] = nearest_whole(streams, slot, float(part[slot, block]))
         factor = torch.tensor(scale, dtype=kind).double()

@@ -24,7 +24,7 @@ from .registry import Operator, cpp, define, native, triton
 from .updates import SGD, Adam, Draw, Step, implementation
 
 
-def _reference(step: Step) -> None:
+def reference_step(step: Step) -> None:
     key, number, std, scale, keep_grads, earlier_steps, earlier_weights = step.draw
     for (param, total, *states), offset in step.rows():
         grad = torch.empty_like(total)
@@ -139,7 +139,7 @@ _sgd_op = define(
     "float weight_decay=0.0, bool nesterov=False, bool maximize=False, bool first=False, bool keep_grads=True, "
     "int[] earlier_steps=[], float[] earlier_weights=[], "
     "Tensor? counter=None) -> ()",
-    implementation(SGD, _reference), _nothing,
+    implementation(SGD, reference_step), _nothing,
     CPU=cpp(implementation(SGD, _native)), CUDA=on_cuda("noisy_sgd_step_", False, triton("step", "noisy_sgd_step_")),
 )  # fmt: skip
 _adamw_op = define(
@@ -148,7 +148,7 @@ _adamw_op = define(
     "float weight_decay, int t, bool decoupled=True, bool maximize=False, bool keep_grads=True, "
     "int[] earlier_steps=[], float[] earlier_weights=[], "
     "Tensor? counter=None) -> ()",
-    implementation(Adam, _reference), _nothing,
+    implementation(Adam, reference_step), _nothing,
     CPU=cpp(implementation(Adam, _native)),
     CUDA=on_cuda("noisy_adamw_step_", False, triton("step", "noisy_adamw_step_")),
 )  # fmt: skip
@@ -173,8 +173,9 @@ def noisy_sgd_step_(
     parameters); momentum_buffers of their shapes, not read where momentum = 0 (then [] will do), only written where
     `first`; offsets the global index of each parameter's first element, ranges disjoint; key 32 bytes or 8 words;
     std and scale as above; keep_grads: n is left in `sums`; counter: None, or an int64 [1] tensor on the parameters'
-    device, added to `step` and earlier_steps; earlier_steps, earlier_weights: std * weight times the normals of such a
-    step are added, too. All tensors contiguous. Raises TypeError or ValueError on anything else.
+    device, added to `step` and earlier steps; earlier_steps, earlier_weights: correlated noise, to which the normals
+    that these steps drew are added, too, times std and a weight each. All tensors contiguous. Raises TypeError or
+    ValueError on anything else.
     """
     draw = Draw(words_of(key), step, std, scale, keep_grads, list(earlier_steps), list(earlier_weights))
     update = SGD(lr, momentum, dampening, weight_decay, nesterov, maximize, first)

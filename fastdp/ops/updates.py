@@ -90,6 +90,15 @@ class Step(NamedTuple):
         """((parameter, sum, states...), offset) of each parameter."""
         return zip(zip(self.params, self.sums, *self.states, strict=True), self.offsets, strict=True)
 
+    def counted(self) -> Step:
+        """With the counter's value, which the host waits for, in the numbers that it is to be added to."""
+        if self.counter is None:
+            return self
+        more, draw, update = int(self.counter), self.draw, self.update
+        draw = draw._replace(step=draw.step + more, earlier_steps=[number + more for number in draw.earlier_steps])
+        update = update._replace(t=update.t + more) if isinstance(update, Adam) else update
+        return self._replace(draw=draw, update=update, counter=None)
+
     def changed(self) -> None:
         """Let autograd see what a kernel wrote."""
         written = [self.params, self.sums if self.draw.keep_grads else (), *self.states]
@@ -140,18 +149,14 @@ def implementation(
         if counter is not None:
             if counter.dtype != torch.int64 or counter.numel() != 1 or (params and counter.device != params[0].device):
                 raise ValueError("counter must be an int64 tensor of one element on the parameters' device")
-            if not on_device:
-                if params and capturing(params[0].device):
-                    raise RuntimeError("only CUDA C++ captures updates with counter=: build it by FASTDP_CUDA=1")
-                more, counter = int(counter), None
-                earlier = [number + more for number in draw.earlier_steps]
-                draw = draw._replace(step=draw.step + more, earlier_steps=earlier)
-                update = update._replace(t=update.t + more) if isinstance(update, Adam) else update
+            if not on_device and params and capturing(params[0].device):
+                raise RuntimeError("only CUDA C++ captures updates with counter=: build it by FASTDP_CUDA=1")
         elif params and draw.std:
             refuse_repetition(params[0].device)
         if isinstance(update, SGD) and not update.momentum:
             states = []
         step = Step(params, sums, states, offsets, draw, update, counter)
+        step = step if on_device else step.counted()
         step.check()
         run(step)
 

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,11 +32,21 @@ def released(total: Tensor, std: float, scale: float = 1.0, step: int = 0, offse
     return found
 
 
-def nearly_halves(std: float, count: int, step: int, offset: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def nearly_halves(
+    std: float,
+    count: int,
+    step: int,
+    offset: int,
+    dtype: torch.dtype,
+    past: tuple[Sequence[int], Sequence[float]] = ((), ()),
+) -> tuple[Tensor, Tensor]:
     """[count] sums that make half-integers of sum / unit + size * N, up to the bits that a first draw does not have:
-    the key stream's further ones decide to what they are rounded. And the half-integers."""
+    the key stream's further ones decide to what they are rounded. And the half-integers. past: earlier steps and their
+    weights."""
     size, unit = Grid.of(std, dtype)
     v = size * reference_noise(count, KEY, step, offset)
+    for earlier, weight in zip(*past, strict=True):
+        v += size * weight * reference_noise(count, KEY, earlier, offset)
     large = torch.randint(-999, 999, (count,), generator=torch.Generator().manual_seed(2))
     halves = v.round() + 0.5 + (large if dtype == torch.float64 else 0)
     return (unit * (halves - v)).to(dtype), halves

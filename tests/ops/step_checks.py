@@ -316,7 +316,13 @@ def check_counter(on: On) -> None:
 
 
 def check_without_noise(on: On) -> None:
-    """std = 0 is torch's optimizer; the sums' extreme numbers stay in their places."""
+    """std = 0 is torch's optimizer and rounds to no grid; the sums' extreme numbers stay in their places."""
+    given = torch.tensor([-0.0821, 1e-5, 0.3, 1e20], device=on.device)
+    held, param = given.clone(), torch.zeros_like(given)
+    add_noise_(held, 0.0, 0.25, 0)
+    assert torch.equal(held, given * 0.25)
+    noisy_sgd_step_([param], [given.clone()], [], [5], **{**COMMON, "std": 0.0, "lr": 1.0}, step=0)
+    assert torch.equal(param, given * -0.25)
     params, offsets = problem(torch.float32, on.device, [(300,), (40,)])
     sums = sums_like(params, 2)
     sums[0][7], sums[0][8], sums[1][0] = math.nan, math.inf, 1e-30

@@ -27,7 +27,7 @@ from fastdp.ops.common import MARGIN
 from fastdp.ops.kernel_inputs import trials
 from fastdp.ops.registry import OPERATORS
 
-from . import emulation
+from . import emulation, past_checks
 from . import step_checks as checks
 from .table import FAMILIES, check, check_strides, lookup_data
 from .test_clip import check_clip_factors
@@ -107,7 +107,7 @@ def test_every_kernel_compiles_without_spills_for_every_target() -> None:
     assert [row for row in drawing if row["spills"] > 256 or row["stack"] > 384] == []
     # what the launch needs: 3 blocks of 256 threads a multiprocessor in float, one in double
     steps = [row for row in rows if "noisy_step" in row["kernel"]]
-    assert len(steps) == 36
+    assert len(steps) == 72  # of each rule and types, with earlier steps and without
     assert all(row["registers"] <= (255 if "IdE" in row["kernel"] or "Idd" in row["kernel"] else 80) for row in steps)
 
 
@@ -166,7 +166,9 @@ def emulated(request: pytest.FixtureRequest, hooks: emulation.Hooks, monkeypatch
 ON = checks.On("cpu")  # where the emulation serves
 
 
-@pytest.mark.parametrize("check", [*checks.CHECKS, *checks.OF_CUDA], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*checks.CHECKS, *past_checks.CHECKS, *checks.OF_CUDA], ids=lambda check: check.__name__
+)
 def test_emulated(check: Callable[[checks.On], None], emulated: str) -> None:
     check(ON)
 

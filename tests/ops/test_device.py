@@ -21,8 +21,8 @@ from fastdp.ops import cuda, linear
 from fastdp.ops.noise_reference import reference_box_muller, reference_noise
 from fastdp.ops.registry import OPERATORS, native_cuda
 
+from . import past_checks, test_norm, test_rows
 from . import step_checks as checks
-from . import test_norm, test_rows
 from .backends import DTYPES, assert_sums, poisoned, random, weighted
 from .noise_truth import kolmogorov
 from .table import (
@@ -149,7 +149,7 @@ def test_sanitizer_a_few_launches_of_every_kernel() -> None:
     for name, shape in TYPICAL:
         for dtype in (torch.float32, torch.bfloat16):
             launch(name, shape, dtype)()
-    for check_all in (*checks.CHECKS, *(checks.OF_CUDA if BUILT else [])):
+    for check_all in (*checks.CHECKS, *past_checks.CHECKS, *(checks.OF_CUDA if BUILT else [])):
         check_all(ON)
     checks.check_noise(ON, torch.bfloat16)
     checks.check_sgd(ON, torch.float16, torch.float16, momentum=0.9)
@@ -211,7 +211,7 @@ def test_real_offsets_beyond_2_to_the_31() -> None:
 # ---------------------------------------------------------------------- noise and steps
 
 
-@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*checks.CHECKS, *past_checks.CHECKS], ids=lambda check: check.__name__)
 def test_noise_and_steps(check: Callable[[checks.On], None]) -> None:
     check(ON)
 

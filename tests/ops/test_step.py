@@ -18,6 +18,7 @@ from fastdp.ops.registry import native
 from fastdp.ops.step import StepTable
 from fastdp.ops.updates import SGD, Adam, Draw
 
+from . import past_checks
 from . import step_checks as checks
 from .backends import CPU, NATIVE, TRITON, threads
 
@@ -36,7 +37,9 @@ BACKENDS = pytest.mark.parametrize("backend", [*CPU, *TRITON[:1]], indirect=True
 
 
 @BACKENDS
-@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize(
+    "check", [*checks.CHECKS, *past_checks.CHECKS], ids=lambda check: check.__name__.removeprefix("check_")
+)
 def test_what_holds_everywhere(check: Callable[[checks.On], None], backend: str) -> None:
     if backend in CPU or check is not checks.check_many_tensors:
         check(ON[backend])
@@ -81,18 +84,34 @@ def test_bits_are_those_of_noise_alone_and_of_any_sharding(backend: str) -> None
 
 
 @pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
+@pytest.mark.parametrize("at_most", [0, 1, 2])
+@pytest.mark.parametrize("check", past_checks.CHECKS[:3], ids=lambda check: check.__name__.removeprefix("check_"))
+def test_earlier_steps_by_each_instruction_set(check: Callable[[checks.On], None], at_most: int) -> None:
+    module: Any = native()
+    best = module.instruction_set()
+    if at_most > best:
+        pytest.skip("the processor has no such instructions")
+    try:
+        module.instruction_set(at_most)
+        check(ON["C++"])
+    finally:
+        module.instruction_set(best)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
+@pytest.mark.parametrize("past", [{}, past_checks.options(past_checks.FOUR)], ids=["alone", "correlated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_threads_and_instruction_sets_change_no_bit(dtype: torch.dtype) -> None:
+def test_threads_and_instruction_sets_change_no_bit(dtype: torch.dtype, past: dict[str, Any]) -> None:
     params, offsets = checks.problem(dtype, "cpu", [(150_001,), (3,), (0,), (70_000,), (767,), (769,)])
     sums, module = checks.sums_like(params, 1), native()
     best = module.instruction_set()  # type: ignore[union-attr]
     try:
         with threads(1):
-            whole = adam(params, sums, offsets)
+            whole = adam(params, sums, offsets, **past)
         for count, at_most in itertools.product((1, 2, 3, 7), range(best + 1)):
             module.instruction_set(at_most)  # type: ignore[union-attr]
             with threads(count):
-                found = adam(params, sums, offsets)
+                found = adam(params, sums, offsets, **past)
             assert all(torch.equal(a, b) for a, b in zip(whole, found, strict=True)), (count, at_most)
     finally:
         module.instruction_set(best)  # type: ignore[union-attr]
