@@ -250,8 +250,8 @@ class Matrix(Strategy):
                 "strategy for any number of steps (Lambda, Bisr)"
             )
 
-    @property
-    def mark(self) -> str:
+    @functools.cached_property
+    def mark(self) -> str:  # type: ignore[override]
         return f"Matrix {mark(self._rows.tobytes())}"
 
     def __repr__(self) -> str:
