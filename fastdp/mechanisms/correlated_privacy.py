@@ -1,7 +1,8 @@
 """The privacy of runs with correlated noise: each block of it is a Gaussian mechanism on what the strategy encodes.
 
 Without sampling ("fixed order", "separated") a block is one Gaussian mechanism, whose noise multiplier is the step's
-over the sensitivity of the encoder. Blocks have independent noise, so they compose, and the epsilon of all is exact.
+over the sensitivity of the encoder. Blocks have independent noise, so they compose. In blocks of one order, whose first
+steps are known, a record is at the same place of every cycle: the place counts that has the most in all of them.
 The neighbouring relation is that a record's gradients are left out (its place in its batches stays empty).
 
 With cyclic Poisson sampling and an encoder of at most as many bands as a cycle has steps, a record's contributions to
@@ -20,8 +21,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
@@ -32,7 +33,7 @@ from ..accounting.participation import KINDS, Participation
 from ..accounting.runs import finite
 from ..errors import AccountingError
 from .bins import epsilon_of_bins
-from .sensitivity import participations, sensitivity
+from .sensitivity import by_place, participations, sensitivity
 from .strategies import Strategy, Toeplitz
 
 _ROUNDS = 20
@@ -49,6 +50,7 @@ class Block(NamedTuple):
         steps: of the block.
         participation: what the loader promised.
         first: the step of a cycle at which the block began. None: it is not known, and the worst one is accounted for.
+            It is known which blocks share a record's place only where their participations have the same `mark`.
     """
 
     name: str
@@ -79,19 +81,25 @@ def epsilon_of_blocks(strategy: Strategy, blocks: Iterable[Block], delta: float,
         return math.inf if found else 0.0
     if wrong := sorted({block.participation.kind for block in found} - set(KINDS)):
         raise AccountingError(f"no accounting is known for the participation {wrong[0]!r}, only for {', '.join(KINDS)}")
-    sampled: Counter[tuple[float, float]] = Counter()
+    orders, rounds = _Places(), _Places()
     bins, plain, apart = [], 0.0, 0.0  # the squares of sensitivities over noise
     for block in found:
-        sigma, kind = block.noise_multiplier, block.participation.kind
-        if kind == "cyclic Poisson":
-            column, rest = amplified(strategy, block.steps, block.participation.period)
-            rounds = participations(block.steps, block.participation)
-            sampled[sigma / column, block.participation.rate] += rounds
-            apart += rounds * (rest / sigma) ** 2
-        elif kind == "balls in bins":
+        _, sigma, steps, part, first = block
+        if part.kind == "cyclic Poisson":
+            column, rest = amplified(strategy, steps, part.period)
+            apart += participations(steps, part) * (rest / sigma) ** 2
+            times = -(-(steps - np.arange(min(part.period, steps))) // part.period)
+            rounds.add(block, times, (sigma / column, part.rate))
+        elif part.kind == "balls in bins":
             bins.append(block)
+        elif part.kind == "fixed order":
+            orders.add(block, by_place(strategy, steps, part.period) / sigma**2)
         else:
-            plain += (sensitivity(strategy, block.steps, block.participation, block.first) / sigma) ** 2
+            plain += (sensitivity(strategy, steps, part, first) / sigma) ** 2
+    plain += sum(float(most) for _, most in orders.most())
+    sampled: Counter[tuple[float, float]] = Counter()
+    for kind, most in rounds.most():
+        sampled[kind] += int(most)
     if bins and sampled:
         raise AccountingError("cyclic Poisson sampling and balls in bins in one run: there is no accounting for both")
     if bins:
@@ -101,10 +109,29 @@ def epsilon_of_blocks(strategy: Strategy, blocks: Iterable[Block], delta: float,
         return _with_rest(lambda part: epsilon_of_bins(grams, part), delta, math.sqrt(apart))
     if not sampled and accountant != "rdp":
         return gaussian_epsilon(math.sqrt(plain), delta)
-    history: History = [(sigma, rate, rounds) for (sigma, rate), rounds in sampled.items()]
+    history: History = [(sigma, rate, times) for (sigma, rate), times in sampled.items()]
     if plain:
         history.append((1 / math.sqrt(plain), 1.0, 1))
     return _with_rest(lambda part: epsilon_of(history, part, accountant), delta, math.sqrt(apart))
+
+
+class _Places:
+    """What blocks add up to at each place of a cycle, where a record is known to be at one place in all of them."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, np.ndarray] = {}
+
+    def add(self, block: Block, values: np.ndarray, kind: Any = None) -> None:
+        """Add values, from the block's first step on; those of other kinds are apart."""
+        _, _, _, part, first = block
+        known = (part.mark, part.period) if part.mark and first is not None else len(self.sums)
+        total = self.sums.setdefault((kind, known), np.zeros(part.period))
+        np.add.at(total, ((first or 0) + np.arange(len(values))) % part.period, values)
+
+    def most(self) -> Iterator[tuple[Any, float]]:
+        """The largest value of each, with its kind."""
+        for (kind, _), total in self.sums.items():
+            yield kind, total.max()
 
 
 def amplified(strategy: Strategy, steps: int, period: int) -> tuple[float, float]:
@@ -133,10 +160,11 @@ def _grams(strategy: Strategy, blocks: list[Block]) -> tuple[list[np.ndarray], f
     """
     grams: dict[tuple[str, int], np.ndarray] = {}
     apart = 0.0
+    often = Counter(block.participation.mark for block in blocks)
     for number, block in enumerate(blocks):
         period = block.participation.period
         draw = (block.participation.mark or f"{number}", period)
-        if block.first is None and draw in grams:
+        if block.first is None and block.participation.mark and often[block.participation.mark] > 1:
             raise AccountingError("blocks of one draw of balls in bins, and it is not known at which step they began")
         encoder = strategy.encoder(block.steps)
         negative = np.minimum(encoder, 0)
@@ -146,7 +174,8 @@ def _grams(strategy: Strategy, blocks: list[Block]) -> tuple[list[np.ndarray], f
                 f"{strategy!r} has an encoder with negative entries, and balls in bins are accounted for without such "
                 "ones: take fastdp.mechanisms.Bisr or Lambda, or a loader without sampling"
             )
-        apart += participations(block.steps, block.participation) * (norm / block.noise_multiplier) ** 2
+        if norm > _ROUNDING:
+            apart += participations(block.steps, block.participation) * (norm / block.noise_multiplier) ** 2
         places = np.pad(np.maximum(encoder, 0), ((0, 0), (0, -block.steps % period)))
         shifts = np.roll(places.reshape(block.steps, -1, period).sum(axis=1), block.first or 0, axis=1)
         gram = shifts.T @ shifts / block.noise_multiplier**2
