@@ -27,7 +27,7 @@ import numpy as np
 from fastdp.accounting.participation import Participation
 from fastdp.mechanisms import Banded, Bisr, Independent, Lambda, Matrix, Strategy, TreeAggregation, sensitivity
 from fastdp.mechanisms.banded import best_coefficients
-from fastdp.mechanisms.strategies import Toeplitz
+from fastdp.mechanisms.encoders import Toeplitz
 
 from .tables import table
 
@@ -94,7 +94,7 @@ def _band(bands: int) -> np.ndarray:
 
 def _is_monotone(strategy: Strategy) -> bool:
     c = strategy.encoder(STEPS)[:, 0]
-    return strategy.toeplitz and bool((c >= 0).all() and (np.diff(c) <= 0).all())
+    return isinstance(strategy, Toeplitz) and bool((c >= 0).all() and (np.diff(c) <= 0).all())
 
 
 def by_jax(strategy: Strategy, part: Participation) -> Peer:

@@ -16,14 +16,15 @@ import numpy as np
 
 from ..accounting.participation import Participation
 from ..distributed.fingerprints import mark
-from .strategies import Toeplitz, whole
+from .encoders import Toeplitz, whole
+from .strategies import Strategy
 
 MOST_DRAWS = 64
 TAIL = 2.0**-17  # what is cut off the inverse sums to less
 _FAR = 4096  # terms of an inverse, of which the last are nothing
 
 
-class Banded(Toeplitz):
+class Banded(Toeplitz, Strategy):
     """A Toeplitz encoder with few bands, whose inverse is cut to at most 64 terms.
 
     Args:

@@ -13,8 +13,9 @@ import numpy as np
 from ..accounting.participation import Participation
 from .banded import Banded
 from .correlated_privacy import amplified, noise_multiplier_for_strategy
+from .encoders import Toeplitz, whole
 from .sensitivity import sensitivity
-from .strategies import Bisr, Independent, Lambda, Strategy, Toeplitz, TreeAggregation, whole
+from .strategies import Bisr, Independent, Lambda, Strategy, TreeAggregation
 
 _BANDS = (2, 4, 8, 16, 32)
 

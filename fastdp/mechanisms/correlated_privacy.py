@@ -1,7 +1,9 @@
 """The privacy of runs with correlated noise: each block of it is a Gaussian mechanism on what the strategy encodes.
 
 Without sampling ("fixed order", "separated") a block is one Gaussian mechanism, whose noise multiplier is the step's
-over the sensitivity of the encoder. Blocks have independent noise, so they compose, and the epsilon of all is exact.
+over the sensitivity of the encoder. Blocks have independent noise, so they compose. In blocks of one order, whose first
+steps are known, a record is at the same place of every cycle: the place counts that has the most in all of them.
+The neighbouring relation is that a record's gradients are left out (its place in its batches stays empty).
 
 With cyclic Poisson sampling and an encoder of at most as many bands as a cycle has steps, a record's contributions to
 several cycles do not meet: each cycle is a Gaussian mechanism of the largest norm of a column, sampled at the record's
@@ -19,7 +21,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -30,16 +33,15 @@ from ..accounting.participation import KINDS, Block, Participation
 from ..accounting.runs import finite
 from ..errors import AccountingError
 from .bins import epsilon_of_bins
-from .sensitivity import participations, sensitivity
-from .strategies import Strategy, Toeplitz
+from .encoders import Encoder, Toeplitz
+from .sensitivity import by_place, participations, sensitivity
 
 _ROUNDS = 20
 _ROUNDING = 1e-12  # what is computed for coefficients that are 0 sums to less
-_PRECISION = 2e-3  # of epsilon, at the noise multiplier that is found
 _NEGATIVE = 2.0**-10  # the norm of negative entries of C, over its largest, that balls in bins put up with
 
 
-def epsilon_of_blocks(strategy: Strategy, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
+def epsilon_of_blocks(strategy: Encoder, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
     """Compute the epsilon at delta of blocks of correlated noise.
 
     Args:
@@ -60,19 +62,25 @@ def epsilon_of_blocks(strategy: Strategy, blocks: Iterable[Block], delta: float,
         return math.inf if found else 0.0
     if wrong := sorted({block.participation.kind for block in found} - set(KINDS)):
         raise AccountingError(f"no accounting is known for the participation {wrong[0]!r}, only for {', '.join(KINDS)}")
-    sampled: Counter[tuple[float, float]] = Counter()
+    orders, rounds = _Places(), _Places()
     bins, plain, apart = [], 0.0, 0.0  # the squares of sensitivities over noise
     for block in found:
-        sigma, kind = block.noise_multiplier, block.participation.kind
-        if kind == "cyclic Poisson":
-            column, rest = amplified(strategy, block.steps, block.participation.period)
-            rounds = participations(block.steps, block.participation)
-            sampled[sigma / column, block.participation.rate] += rounds
-            apart += rounds * (rest / sigma) ** 2
-        elif kind == "balls in bins":
+        _, sigma, steps, part, first = block
+        if part.kind == "cyclic Poisson":
+            column, rest = amplified(strategy, steps, part.period)
+            apart += participations(steps, part) * (rest / sigma) ** 2
+            times = -(-(steps - np.arange(min(part.period, steps))) // part.period)
+            rounds.add(block, times, (sigma / column, part.rate))
+        elif part.kind == "balls in bins":
             bins.append(block)
+        elif part.kind == "fixed order":
+            orders.add(block, by_place(strategy, steps, part.period) / sigma**2)
         else:
-            plain += (sensitivity(strategy, block.steps, block.participation, block.first) / sigma) ** 2
+            plain += (sensitivity(strategy, steps, part, first) / sigma) ** 2
+    plain += sum(float(most) for _, most in orders.most())
+    sampled: Counter[tuple[float, float]] = Counter()
+    for kind, most in rounds.most():
+        sampled[kind] += int(most)
     if bins and sampled:
         raise AccountingError("cyclic Poisson sampling and balls in bins in one run: there is no accounting for both")
     if bins:
@@ -82,13 +90,13 @@ def epsilon_of_blocks(strategy: Strategy, blocks: Iterable[Block], delta: float,
         return _with_rest(lambda part: epsilon_of_bins(grams, part), delta, math.sqrt(apart))
     if not sampled and accountant != "rdp":
         return gaussian_epsilon(math.sqrt(plain), delta)
-    history: History = [(sigma, rate, rounds) for (sigma, rate), rounds in sampled.items()]
+    history: History = [(sigma, rate, times) for (sigma, rate), times in sampled.items()]
     if plain:
         history.append((1 / math.sqrt(plain), 1.0, 1))
     return _with_rest(lambda part: epsilon_of(history, part, accountant), delta, math.sqrt(apart))
 
 
-def check(strategy: Strategy, participation: Participation) -> None:
+def check(strategy: Encoder, participation: Participation) -> None:
     """Raises AccountingError if a run with this participation has no accounting, as far as two steps show."""
     if participation.kind == "cyclic Poisson":
         amplified(strategy, 1, participation.period)
@@ -96,7 +104,26 @@ def check(strategy: Strategy, participation: Participation) -> None:
         _grams(strategy, [Block("", 1.0, 2, participation, 0)])
 
 
-def amplified(strategy: Strategy, steps: int, period: int) -> tuple[float, float]:
+class _Places:
+    """What blocks add up to at each place of a cycle, where a record is known to be at one place in all of them."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, np.ndarray] = {}
+
+    def add(self, block: Block, values: np.ndarray, kind: Any = None) -> None:
+        """Add values, from the block's first step on; those of other kinds are apart."""
+        _, _, _, part, first = block
+        known = (part.mark, part.period) if part.mark and first is not None else len(self.sums)
+        total = self.sums.setdefault((kind, known), np.zeros(part.period))
+        np.add.at(total, ((first or 0) + np.arange(len(values))) % part.period, values)
+
+    def most(self) -> Iterator[tuple[Any, float]]:
+        """The largest value of each, with its kind."""
+        for (kind, _), total in self.sums.items():
+            yield kind, total.max()
+
+
+def amplified(strategy: Encoder, steps: int, period: int) -> tuple[float, float]:
     """Return the largest norm of a column of the banded encoder, and a bound of the norm of the rest of the encoder.
 
     Raises AccountingError if it has more bands than a cycle has steps.
@@ -115,17 +142,18 @@ def amplified(strategy: Strategy, steps: int, period: int) -> tuple[float, float
     return float(np.linalg.norm(strategy.encoder(steps), axis=0).max()), 0.0
 
 
-def _grams(strategy: Strategy, blocks: list[Block]) -> tuple[list[np.ndarray], float]:
+def _grams(strategy: Encoder, blocks: list[Block]) -> tuple[list[np.ndarray], float]:
     """The Gram matrices of each draw of places, over the variance of noise, and the square of what negative entries do.
 
     Blocks of one draw have a record at the same place, so their matrices add up.
     """
     grams: dict[tuple[str, int], np.ndarray] = {}
     apart = 0.0
+    often = Counter(block.participation.mark for block in blocks)
     for number, block in enumerate(blocks):
         period = block.participation.period
         draw = (block.participation.mark or f"{number}", period)
-        if block.first is None and draw in grams:
+        if block.first is None and block.participation.mark and often[block.participation.mark] > 1:
             raise AccountingError("blocks of one draw of balls in bins, and it is not known at which step they began")
         encoder = strategy.encoder(block.steps)
         negative = np.minimum(encoder, 0)
@@ -135,7 +163,8 @@ def _grams(strategy: Strategy, blocks: list[Block]) -> tuple[list[np.ndarray], f
                 f"{strategy!r} has an encoder with negative entries, and balls in bins are accounted for without such "
                 "ones: take fastdp.mechanisms.Bisr or Lambda, or a loader without sampling"
             )
-        apart += participations(block.steps, block.participation) * (norm / block.noise_multiplier) ** 2
+        if norm > _ROUNDING:
+            apart += participations(block.steps, block.participation) * (norm / block.noise_multiplier) ** 2
         places = np.pad(np.maximum(encoder, 0), ((0, 0), (0, -block.steps % period)))
         shifts = np.roll(places.reshape(block.steps, -1, period).sum(axis=1), block.first or 0, axis=1)
         gram = shifts.T @ shifts / block.noise_multiplier**2
@@ -167,7 +196,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     Source: Balle and Wang 2018 (arXiv 1805.06530), theorem 8.
 
     >>> round(gaussian_epsilon(1.0, 1e-5), 3)
-    4.378
+    4.377
     """
 
     def excess(epsilon: float) -> float:
@@ -181,7 +210,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def noise_multiplier_for_strategy(
-    strategy: Strategy,
+    strategy: Encoder,
     *,
     target_epsilon: float,
     delta: float,
@@ -194,7 +223,8 @@ def noise_multiplier_for_strategy(
     The other arguments are those of `Block` and `epsilon_of_blocks`.
 
     Returns:
-        The noise multiplier. Its epsilon is at most target_epsilon, and by no more than 0.2 % less.
+        The noise multiplier. Its epsilon is at most target_epsilon, and less by no more than 0.2 %, or 1 % for balls in
+        bins, which take some seconds for each try.
 
     Raises:
         AccountingError: if an argument is invalid, or no multiplier below 1e6 suffices.
@@ -206,6 +236,7 @@ def noise_multiplier_for_strategy(
         block = Block("", sigma, steps, participation, 0)
         return epsilon_of_blocks(strategy, [block], delta, accountant)
 
+    precision = 1e-2 if participation.kind == "balls in bins" else 2e-3
     low, high, below = 0.0, max(1.0, sensitivity(strategy, steps, participation, 0)), math.inf
     while (above := spent(high)) > target_epsilon:
         low, high, below = high, 2 * high, above
@@ -214,8 +245,8 @@ def noise_multiplier_for_strategy(
                 f"no noise multiplier below 1e6 keeps to epsilon {target_epsilon:g} at delta {delta:g}: take a larger "
                 "epsilon or delta, or fewer steps"
             )
-    while high - low > 1e-6 * high and above < target_epsilon * (1 - _PRECISION):
-        middle = _between(low, high, below, above, target_epsilon * (1 - _PRECISION / 2))
+    while high - low > 1e-6 * high and above < target_epsilon * (1 - precision):
+        middle = _between(low, high, below, above, target_epsilon * (1 - precision / 2))
         epsilon = spent(middle)
         if epsilon > target_epsilon:
             low, below = middle, epsilon

@@ -21,10 +21,10 @@ import math
 import numpy as np
 
 from ..accounting.participation import Participation
-from .strategies import Strategy, Toeplitz, TreeAggregation, whole
+from .encoders import Encoder, Toeplitz, whole
 
 
-def sensitivity(strategy: Strategy, steps: int, participation: Participation, first: int | None = None) -> float:
+def sensitivity(strategy: Encoder, steps: int, participation: Participation, first: int | None = None) -> float:
     """Return the sensitivity of a block of noise: it is exact, or an upper bound, but never too small.
 
     It is exact if no entry of C is negative and the order is fixed, or C is Toeplitz with coefficients that do not
@@ -62,20 +62,44 @@ def participations(steps: int, participation: Participation, first: int | None =
     return len(_times(steps, period, separation, period - 1 if first is None else first % period))
 
 
+@functools.lru_cache(maxsize=256)
+def by_place(strategy: Encoder, steps: int, period: int) -> np.ndarray:
+    """Return the squares of the sensitivity of each place of a fixed order: of steps i, i + period, ... of a block.
+
+    They are exact or bounds, as of `sensitivity`, for i below the period and the steps.
+    """
+    places = np.arange(min(period, steps))
+    if isinstance(strategy, Toeplitz):  # place i has the rows of place 0, but for the last i
+        most = sensitivity(strategy, steps, Participation("fixed order", period, period)) ** 2
+        return np.minimum(
+            np.cumsum(_moved(np.abs(strategy.coefficients(steps)), period) ** 2)[steps - 1 - places], most
+        )
+    if strategy.tree:
+        return np.array([_of_tree_at(steps, period, int(place))[-1] for place in places])
+    encoder = strategy.encoder(steps)
+    gram = np.abs(encoder.T @ encoder)
+    return np.array([gram[place::period, place::period].sum() for place in places])
+
+
+def _moved(c: np.ndarray, period: int) -> np.ndarray:
+    """C u for u of the steps 0, period, 2 period, ..."""
+    return np.pad(c, (0, -len(c) % period)).reshape(-1, period).cumsum(axis=0).ravel()[: len(c)]
+
+
 @functools.lru_cache(maxsize=4096)
-def _sensitivity(strategy: Strategy, steps: int, period: int, separation: int, first: int, fixed: bool) -> float:
+def _sensitivity(strategy: Encoder, steps: int, period: int, separation: int, first: int, fixed: bool) -> float:
     times = _times(steps, period, separation, first)
     if isinstance(strategy, Toeplitz):
         gaps = _times(steps, period, separation, period - 1)
         return _of_toeplitz(strategy.coefficients(steps), times, gaps, separation, fixed)
-    if fixed and isinstance(strategy, TreeAggregation):
+    if fixed and strategy.tree:
         return math.sqrt(_of_trees(1 << (steps - 1).bit_length(), period)[steps - 1])
-    if isinstance(strategy, TreeAggregation):
+    if strategy.tree:
         return math.sqrt(_of_tree(steps, separation, len(times)))
+    if fixed:
+        return math.sqrt(by_place(strategy, steps, period).max())
     encoder = strategy.encoder(steps)
     gram = np.abs(encoder.T @ encoder)
-    if fixed:
-        return math.sqrt(max(float(gram[place::period, place::period].sum()) for place in range(min(period, steps))))
     near = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps))) < separation
     around = _best(np.where(near, 0.0, gram), separation, len(times) - 1)
     return math.sqrt(float(_best(np.diagonal(gram) + around, separation, len(times))))
@@ -98,8 +122,7 @@ def _of_toeplitz(c: np.ndarray, times: np.ndarray, gaps: np.ndarray, separation:
     if not fixed:
         c = np.maximum.accumulate(c[::-1])[::-1]
     if len(times) == -(-steps // separation) and (times == separation * np.arange(len(times))).all():
-        moved = np.pad(c, (0, -steps % separation)).reshape(-1, separation).cumsum(axis=0).ravel()[:steps]
-        return min(orthogonal, float(np.linalg.norm(moved)))
+        return min(orthogonal, float(np.linalg.norm(_moved(c, separation))))
     total = 0.0
     for number, gap in enumerate(gaps[: len(times)].tolist()):
         pairs = np.cumsum(c[gap:] * c[: steps - gap])
@@ -109,16 +132,17 @@ def _of_toeplitz(c: np.ndarray, times: np.ndarray, gaps: np.ndarray, separation:
 
 @functools.lru_cache(maxsize=16)
 def _of_trees(size: int, period: int) -> np.ndarray:
-    """The squared sensitivity in a fixed order of 1, ..., size steps of one tree: step t adds one row to C."""
+    """The squared sensitivity in a fixed order of 1, ..., size steps of one tree."""
+    return functools.reduce(np.maximum, (_of_tree_at(size, period, place) for place in range(min(period, size))))
+
+
+def _of_tree_at(size: int, period: int, place: int) -> np.ndarray:
+    """The same of one place: each step adds a row to C, the number of a record's steps under its node."""
     number = np.arange(1, size + 1)
-    start = number - (number & -number)
-    worst = np.zeros(size)
-    for place in range(min(period, size)):
-        taken = np.zeros(size + 1)
-        taken[1 + place :: period] = 1
-        taken = taken.cumsum()
-        worst = np.maximum(worst, np.cumsum((taken[number] - taken[start]) ** 2))
-    return worst
+    taken = np.zeros(size + 1)
+    taken[1 + place :: period] = 1
+    taken = taken.cumsum()
+    return np.cumsum((taken[number] - taken[number - (number & -number)]) ** 2)
 
 
 def _of_tree(steps: int, separation: int, times: int) -> float:

@@ -25,110 +25,28 @@ import numpy as np
 from ..accounting.participation import Block, Participation
 from ..distributed.fingerprints import mark
 from ..errors import StepError
+from ..ops.checks import MOST_WEIGHT
+from .correlated_privacy import check, epsilon_of_blocks, noise_multiplier_for_strategy
+from .encoders import Encoder, Row, Toeplitz, whole
 
-Row = tuple[float, list[tuple[int, float]]]
 
-
-class Strategy:
-    """How the noise of steps is correlated. Steps are counted from 0 within a block of noise.
-
-    Attributes:
-        bands: the number of bands of the encoder, the diagonal among them, if it has few by design; else None.
-        toeplitz: whether the encoder's entries depend on the difference of row and column alone.
-    """
-
-    bands: int | None = None
-    toeplitz = False
-
-    def noise_row(self, step: int) -> Row:
-        """Return the weight of the step's own normal, and (lag, weight) of each earlier one whose weight is not 0."""
-        raise NotImplementedError
-
-    def rows(self, steps: int) -> np.ndarray:
-        """Return D of so many steps, as an array [steps, steps]."""
-        found = np.zeros((steps, steps))
-        for step in range(steps):
-            found[step, step], earlier = self.noise_row(step)
-            for lag, weight in earlier:
-                found[step, step - lag] = weight
-        return found
-
-    def encoder(self, steps: int) -> np.ndarray:
-        """Return C of so many steps, the inverse of D, as an array [steps, steps]."""
-        from scipy.linalg import solve_triangular
-
-        return solve_triangular(self.rows(steps), np.eye(steps), lower=True)
+class Strategy(Encoder):
+    """How the noise of steps is correlated: what `noise=` of the optimizers takes."""
 
     def check(self, participation: Participation) -> None:
         """Raises AccountingError if batches of this kind cannot be accounted for with this strategy."""
-        from .correlated_privacy import check
-
         check(self, participation)
 
     def epsilon(self, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
         """As `epsilon_of_blocks`."""
-        from .correlated_privacy import epsilon_of_blocks
-
         return epsilon_of_blocks(self, blocks, delta, accountant)
 
     def noise_multiplier(self, **options: Any) -> float:
         """As `noise_multiplier_for_strategy`."""
-        from .correlated_privacy import noise_multiplier_for_strategy
-
         return noise_multiplier_for_strategy(self, **options)
 
-    @property
-    def mark(self) -> str:
-        """A name of the strategy and its settings: runs with the same one add the same noise to the same normals."""
-        return repr(self)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Strategy) and self.mark == other.mark
-
-    def __hash__(self) -> int:
-        return hash(self.mark)
-
-
-class Toeplitz(Strategy):
-    """A strategy whose rows of D are the same at all steps: its subclasses say which.
-
-    Attributes:
-        weights: of the step's own normal, the one of the step before, and so on.
-    """
-
-    toeplitz = True
-
-    def __init__(self, weights: Any) -> None:
-        self.weights = np.asarray(weights, dtype=np.float64)
-        self._known = np.zeros(0)
-
-    @property
-    def draws(self) -> int:
-        """The normals that a step draws."""
-        return int(np.count_nonzero(self.weights))
-
-    def noise_row(self, step: int) -> Row:
-        earlier = enumerate(self.weights[1 : step + 1].tolist(), 1)
-        return float(self.weights[0]), [(lag, weight) for lag, weight in earlier if weight]
-
-    def coefficients(self, steps: int) -> np.ndarray:
-        """Return the first column of C, of which all others are shifts: the inverse of D's as a power series."""
-        if len(self._known) < steps:
-            from scipy.signal import lfilter
-
-            impulse = np.zeros(max(steps, 2 * len(self._known)))  # asked again after each step
-            impulse[0] = 1.0
-            self._known = lfilter([1.0], self.weights, impulse)
-            self._known.flags.writeable = False
-        return self._known[:steps]
-
-    def encoder(self, steps: int) -> np.ndarray:
-        from scipy.linalg import toeplitz
-
-        return toeplitz(self.coefficients(steps), np.zeros(steps))
-
-
-class Independent(Toeplitz):
+class Independent(Toeplitz, Strategy):
     """Noise that is independent from step to step, as DP-SGD's."""
 
     bands = 1
@@ -140,7 +58,7 @@ class Independent(Toeplitz):
         return "Independent()"
 
 
-class Lambda(Toeplitz):
+class Lambda(Toeplitz, Strategy):
     """Each step takes a part of the last step's noise back: D has the rows (1, -weight).
 
     Args:
@@ -160,7 +78,7 @@ class Lambda(Toeplitz):
         return f"Lambda(weight={self.weight!r})"
 
 
-class Bisr(Toeplitz):
+class Bisr(Toeplitz, Strategy):
     """The banded inverse square root: D has the first coefficients of the square root of the inverse of a workload.
 
     The workload is what optimizers sum up: prefix sums, 1 / (1 - x); with momentum and weight decay,
@@ -197,6 +115,8 @@ class TreeAggregation(Strategy):
     The node that ends at step t (from 1) covers as many steps as the lowest digit of t that is 1 says, and has the
     normal of t. This is DPFTRL's tree without variance reduction.
     """
+
+    tree = True
 
     def noise_row(self, step: int) -> Row:
         number, end = step + 1, step
@@ -242,11 +162,19 @@ class Matrix(Strategy):
             raise ValueError(f"{name} must have no 0 on its diagonal: that step would have no noise of its own")
         from scipy.linalg import solve_triangular
 
+        signs = np.sign(np.diagonal(array))  # normals are symmetric: each may as well enter its own step as it is
+        array = array * (signs if encoder is None else signs[:, None])
         other = np.tril(solve_triangular(array, np.eye(len(array)), lower=True))
         pair: tuple[np.ndarray, np.ndarray] = (array, other) if encoder is None else (other, array)
         self._rows, self._encoder = pair
         if not np.isfinite(other).all():
             raise ValueError(f"{name} has no finite inverse")
+        own = np.diagonal(self._rows)
+        if (worst := (np.abs(self._rows).sum(axis=1) / own - 1).max()) > MOST_WEIGHT:
+            raise ValueError(
+                f"{name}: a step's weights of earlier normals add up to {worst:.3g} times that of its own, of which "
+                f"{MOST_WEIGHT:g} is the most"
+            )
 
     @functools.cached_property
     def bands(self) -> int:  # type: ignore[override]
@@ -270,8 +198,8 @@ class Matrix(Strategy):
                 "strategy for any number of steps (Lambda, Bisr)"
             )
 
-    @property
-    def mark(self) -> str:
+    @functools.cached_property
+    def mark(self) -> str:  # type: ignore[override]
         return f"Matrix {mark(self._rows.tobytes())}"
 
     def __repr__(self) -> str:
@@ -286,9 +214,3 @@ def square_root(terms: int) -> np.ndarray:
     """
     place = np.arange(1, terms)
     return np.concatenate([[1.0], np.cumprod((place - 1.5) / place)])
-
-
-def whole(name: str, value: Any) -> None:
-    """Raises ValueError unless the option is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -210,3 +210,30 @@ def test_the_noise_multiplier_for_an_epsilon(strategy: Strategy, part: Participa
     for epsilon in (0.0, math.inf):
         with pytest.raises(AccountingError, match="target_epsilon must be positive"):
             noise_multiplier_for_strategy(strategy, participation=part, **{**wanted, "target_epsilon": epsilon})
+
+
+@pytest.mark.parametrize("strategy", [Bisr(3), TreeAggregation(), Matrix(np.tril(np.ones((20, 20))))], ids=repr)
+def test_a_record_is_at_one_place_of_all_blocks(strategy: Strategy) -> None:
+    """Two blocks, the second begun within a cycle: the worst place, by what it shifts the outputs of both."""
+    order, steps, sigma = Participation("fixed order", 5, 5, mark="order"), (8, 9), 3.0
+    blocks = [block(order, sigma, steps[0]), block(order, sigma, steps[1], first=steps[0] % 5)]
+    worst = 0.0
+    for place in range(5):
+        taken = (np.arange(sum(steps)) % 5 == place).astype(float)
+        parts = np.split(taken, [steps[0]])
+        grams = [np.abs(strategy.encoder(n).T @ strategy.encoder(n)) for n in steps]
+        worst = max(worst, sum(part @ gram @ part for part, gram in zip(parts, grams, strict=True)))
+    found = epsilon_of_blocks(strategy, blocks, DELTA)
+    assert math.isclose(found, gaussian_epsilon(math.sqrt(worst) / sigma, DELTA))
+    unknown = epsilon_of_blocks(strategy, [each._replace(first=None) for each in blocks], DELTA)
+    assert found <= unknown
+    mixed = [blocks[0], blocks[1]._replace(participation=order._replace(mark="other"))]
+    assert math.isclose(unknown, epsilon_of_blocks(strategy, mixed, DELTA))
+
+
+def test_short_blocks_sample_a_record_once_a_cycle() -> None:
+    part = Participation("cyclic Poisson", 4, 4, 0.1, "draw")
+    parts = [block(part, 1.0, 2, first) for first in (0, 2)] * 10
+    assert epsilon_of_blocks(Independent(), parts, DELTA) == epsilon_of([(1.0, 0.1, 10)], DELTA)
+    unknown = [each._replace(first=None) for each in parts]
+    assert epsilon_of_blocks(Independent(), unknown, DELTA) == epsilon_of([(1.0, 0.1, 20)], DELTA)

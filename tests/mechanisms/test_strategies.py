@@ -12,6 +12,7 @@ from scipy.optimize import approx_fprime
 from fastdp.errors import StepError
 from fastdp.mechanisms import Banded, Bisr, Independent, Lambda, Matrix, Strategy, TreeAggregation, variance_of
 from fastdp.mechanisms.banded import TAIL, _loss, best_coefficients
+from fastdp.mechanisms.encoders import Toeplitz
 
 STEPS = 40
 DENSE = np.tril(np.random.default_rng(0).standard_normal((STEPS, STEPS))) + 9 * np.eye(STEPS)
@@ -46,7 +47,7 @@ def test_the_encoder_is_the_inverse_of_the_rows(strategy: Strategy) -> None:
         assert np.abs(strategy.encoder(steps) @ rows - np.eye(steps)).max() < 1e-12
 
 
-@pytest.mark.parametrize("strategy", [s for s in EVERY if s.toeplitz], ids=repr)
+@pytest.mark.parametrize("strategy", [s for s in EVERY if isinstance(s, Toeplitz)], ids=repr)
 def test_coefficients_are_the_first_column(strategy: Any) -> None:
     few = strategy.coefficients(3).copy()
     assert np.allclose(strategy.coefficients(STEPS), strategy.encoder(STEPS)[:, 0], atol=1e-14)
@@ -155,3 +156,14 @@ def test_a_matrix_has_no_more_steps() -> None:
     for ask in (lambda: Matrix(DENSE).noise_row(STEPS), lambda: Matrix(DENSE).encoder(STEPS + 1)):
         with pytest.raises(StepError, match="a matrix of 40 steps, and the run has more"):
             ask()
+
+
+def test_the_sign_of_a_normal_is_its_own() -> None:
+    signs = np.where(np.arange(STEPS) % 3, 1.0, -1.0)
+    assert np.array_equal(Matrix(DENSE * signs).rows(STEPS), DENSE)
+    assert np.allclose(Matrix(encoder=DENSE * signs[:, None]).encoder(STEPS), DENSE)
+
+
+def test_a_matrix_whose_own_normal_hardly_counts_is_refused() -> None:
+    with pytest.raises(ValueError, match="add up to"):
+        Matrix([[1.0, 0.0], [1.0, 1e-4]])

@@ -37,7 +37,7 @@ def test_the_options_of_every_class_are_explicit_and_those_of_privatize(kind):
     private, mine = keywords(fastdp.privatize), keywords(kind)
     if kind is DPFTRL:  # without a budget
         assert not {*OF_BUDGET} & {*mine}
-        private = {name: p for name, p in private.items() if name not in OF_BUDGET}
+        private = {name: p for name, p in private.items() if name not in (*OF_BUDGET, "noise")}
         private["noise_multiplier"] = keywords(PrivateStep.__init__)["noise_multiplier"]
     known = {name: mine[name] for name in private}
     assert list(known) == [name for name in mine if name in private]
@@ -53,6 +53,7 @@ def test_the_options_of_privatize_are_those_that_there_are():
     assert all(p.default is None for p in budget)
     assert found.pop("norms").default == "exact" and found.pop("augmentations").default == 1
     adaptive = {name: found.pop(name) for name in OPTIONS}
+    assert found.pop("noise").default is None
     inner = keywords(PrivateStep.__init__)
     assert inner.pop("noise_multiplier").default is inspect.Parameter.empty and found == inner
     assert {*adaptive} <= {*keywords(AdaptiveStep.__init__)} and all(p.default is None for p in adaptive.values())
