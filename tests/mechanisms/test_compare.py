@@ -80,6 +80,8 @@ def test_settings_are_the_best_of_their_kind(found: Comparison) -> None:
 @pytest.mark.parametrize(
     "strategy", [TreeAggregation(), Bisr(3), Banded(3, steps=30), Matrix(np.tril(np.ones((30, 30))))], ids=repr
 )
+
+pytestmark = pytest.mark.slow
 def test_the_noise_of_sums(strategy: Strategy) -> None:
     assert np.allclose(prefix_noise(strategy, 30), np.linalg.norm(strategy.rows(30).cumsum(axis=0), axis=1))
 

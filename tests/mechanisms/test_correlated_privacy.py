@@ -102,6 +102,7 @@ def test_banded_noise_is_amplified_by_the_cycle() -> None:
     assert found <= more < found + 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Banded(2, coefficients=[1, 0.5]), Independent()], ids=repr)
 def test_cyclic_sampling_against_the_outputs(strategy: Strategy) -> None:
     steps, rate, sigma, delta = 6, 0.4, 1.5, 0.01
@@ -128,6 +129,7 @@ def test_what_a_cut_inverse_leaves_is_accounted_for() -> None:
     assert accounting._with_rest(lambda delta: 400.0, DELTA, 0.1) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Lambda(0.5), Independent()], ids=repr)
 def test_balls_in_bins_against_the_outputs(strategy: Strategy) -> None:
     steps, period, sigma, delta = 7, 3, 1.5, 0.01
@@ -139,6 +141,7 @@ def test_balls_in_bins_against_the_outputs(strategy: Strategy) -> None:
     assert max(deltas(shifts, chances, found * 0.97)) > delta
 
 
+@pytest.mark.slow
 def test_bins_of_one_place_are_a_gaussian() -> None:
     for mu, delta in ((0.5, 1e-5), (2.0, 1e-7), (1.0, 0.5)):
         found = epsilon_of_bins([np.array([[mu**2]])], delta, samples=1 << 16)
@@ -147,6 +150,7 @@ def test_bins_of_one_place_are_a_gaussian() -> None:
     assert gaussian_epsilon(1.0, DELTA) <= two < gaussian_epsilon(1.0, DELTA) * 1.03
 
 
+@pytest.mark.slow
 def test_bins_of_many_places_hide_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "epsilon_of_bins", lambda grams, delta: epsilon_of_bins(grams, delta, 1 << 17))
     found = epsilon_of_blocks(Bisr(2), [block(bins(10), 2.0, 20)], DELTA)
