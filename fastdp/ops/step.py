@@ -25,14 +25,14 @@ from .updates import SGD, Adam, Draw, Step, implementation
 
 
 def reference_step(step: Step) -> None:
-    key, number, std, scale, keep_grads, *earlier = step.draw
+    key, number, std, scale, keep_grads, earlier_steps, earlier_weights = step.draw
     for (param, total, *states), offset in step.rows():
         grad = torch.empty_like(total)
         flat, source = grad.view(-1), total.view(-1)
         if std == 0:
             torch.mul(total, scale, out=grad)
         else:
-            draws = (number, *earlier)
+            draws = (number, earlier_steps, earlier_weights)
             for low, high, n in reference_release(source, std, scale, key, draws, offset, total.dtype):
                 flat[low:high] = n
         if keep_grads:
