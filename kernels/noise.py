@@ -28,21 +28,36 @@ TILES = 2  # of a program
 
 
 @triton.jit
-def release(turned, coordinate, total, size, unit, scale, past, taken, CORRELATED: tl.constexpr):
-    """n = unit * round(total / unit + size * N) * scale, and in which lanes it is open: see csrc/cuda/keystream.cuh.
+def limit_of(turned, size):
+    """How far from a whole number part + size * N may be, or it is open what is next; `turned` times size already."""
+    radius = tl.abs(turned)
+    return tl.where(radius <= 6.4 * size, 0.499996 - 9e-7 * radius, -1.0)
 
-    past, taken: what normals of earlier steps add, and take from the limit, if CORRELATED.
-    """
+
+@triton.jit
+def release(turned, coordinate, limit, total, size, unit, scale):
+    """n = unit * round(total / unit + size * N) * scale, and in which lanes it is open: see csrc/cuda/keystream.cuh."""
     grids = total * (1.0 / unit)
     whole = tl.floor(grids + 0.5)
     part = grids - whole
-    v = tl.fma(turned, coordinate, part + past if CORRELATED else part)
-    near, radius = tl.floor(v + 0.5), tl.abs(turned)
+    v = tl.fma(turned, coordinate, part)
+    near = tl.floor(v + 0.5)
     rounded = tl.fma(whole + near, tl.zeros_like(v) + unit * scale, tl.zeros_like(v))  # + 0: no zero has a sign
-    limit = 0.499996 - 9e-7 * radius
-    certain = (tl.abs(v - near) <= (limit - taken if CORRELATED else limit)) & (radius <= 6.4 * size)
-    unsure = certain == 0
+    unsure = (tl.abs(v - near) <= limit) == 0  # so is NaN
     return tl.where(size == 0, total * scale, rounded), tl.where(size == 0, tl.zeros_like(unsure), unsure)
+
+
+@triton.jit
+def drawn(words, pair: tl.constexpr, size, DOUBLE: tl.constexpr, CORRELATED: tl.constexpr):
+    """What a pair adds to two elements, each as the product of two numbers, and their limit. words: of a block, or what
+    `gathered` gives."""
+    if CORRELATED:
+        one = tl.zeros_like(words[0]) + 1.0
+        return words[2 * pair], words[2 * pair + 1], one, one, words[12 + pair]
+    else:
+        turned, cosine, sine = pair_of(words, pair, DOUBLE)
+        turned *= size
+        return turned, turned, cosine, sine, limit_of(turned, size)
 
 
 @triton.jit
@@ -81,13 +96,12 @@ def nearest(words, slot, part, wide, unsure, counter, w0, w1, w2, w3, w4, w5, w6
 
 
 @triton.jit
-def put(p_data, at, count, turned, coordinate, size, unit, scale, past, taken, KEEP: tl.constexpr,
-        CORRELATED: tl.constexpr):  # fmt: skip
+def put(p_data, at, count, turned, coordinate, limit, size, unit, scale, KEEP: tl.constexpr):
     """Where it is open, nothing is stored."""
     inside = (at >= 0) & (at < count)
     if KEEP:
         total = tl.load(p_data + at, mask=inside, other=0.0).to(turned.dtype)
-        n, unsure = release(turned, coordinate, total, size, unit, scale, past, taken, CORRELATED)
+        n, unsure = release(turned, coordinate, limit, total, size, unit, scale)
         unsure = inside & unsure
         tl.store(p_data + at, n.to(p_data.dtype.element_ty), mask=inside & (unsure == 0))
         return unsure.to(tl.int32)
@@ -108,10 +122,11 @@ def noise_kernel(p_data, count, offset, first, w0, w1, w2, w3, w4, w5, w6, w7, n
     """data = n of the data, or noise alone: of two tiles, as their first and last elements lie in the data."""
     i = tl.program_id(0).to(tl.int64) * (TILES * LANES) + tl.arange(0, TILES * LANES)
     tile, lane = tl.cast(first, tl.int64) + i // LANES, i % LANES
-    counter, past, taken = tile * LANES + lane, 0.0, 0.0
+    counter = tile * LANES + lane
     if CORRELATED:
-        pasts, takens = gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, DOUBLE)
-    words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
+        words = gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, DOUBLE)
+    else:
+        words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
     size, unit = double_of(size_high, size_low), double_of(unit_high, unit_low)
     scale = double_of(scale_high, scale_low)
     if not DOUBLE:
@@ -119,25 +134,17 @@ def noise_kernel(p_data, count, offset, first, w0, w1, w2, w3, w4, w5, w6, w7, n
     at = tile * TILE + lane - tl.cast(offset, tl.int64)
     unsure = tl.zeros_like(lane)  # a bit for each slot
     for pair in tl.static_range(6):
-        turned, cosine, sine = pair_of(words, pair, DOUBLE)
-        turned *= size
-        if CORRELATED:
-            past, taken = pasts[2 * pair], takens[pair]
-        unsure |= put(
-            p_data, at + 2 * pair * LANES, count, turned, cosine, size, unit, scale, past, taken, KEEP, CORRELATED
-        ) << (2 * pair)  # fmt: skip
-        if CORRELATED:
-            past = pasts[2 * pair + 1]
-        unsure |= put(
-            p_data, at + (2 * pair + 1) * LANES, count, turned, sine, size, unit, scale, past, taken, KEEP, CORRELATED
-        ) << (2 * pair + 1)  # fmt: skip
+        even, odd, cosine, sine, limit = drawn(words, pair, size, DOUBLE, CORRELATED)
+        place = at + 2 * pair * LANES
+        unsure |= put(p_data, place, count, even, cosine, limit, size, unit, scale, KEEP) << (2 * pair)
+        unsure |= put(p_data, place + LANES, count, odd, sine, limit, size, unit, scale, KEEP) << (2 * pair + 1)
     if KEEP:
         if tl.max(unsure, 0) > 0:
             for slot in range(12):
                 here = ((unsure >> slot) & 1) != 0
                 if tl.max(here.to(tl.int32), 0) > 0:
                     place = at + slot * LANES
-                    total = tl.load(p_data + place, mask=here, other=0.0).to(turned.dtype)
+                    total = tl.load(p_data + place, mask=here, other=0.0).to(size.dtype)
                     n = settled(words, slot, total, size, unit, scale, here, counter, w0, w1, w2, w3, w4, w5, w6, w7,
                                 n0, n1, p_past, CORRELATED)  # fmt: skip
                     tl.store(p_data + place, n.to(p_data.dtype.element_ty), mask=here)

@@ -1,8 +1,8 @@
 """Normals of earlier steps, drawn again: of correlated noise, an element takes a share of each.
 
-A table of int64 says which: their number; what a radius takes from the limit, and what all take (float64); then of
-each draw, the step's own last, two words of the nonce and its weight times std in units (float64). Draws are counted
-and read when a kernel runs: it is compiled once for all of them.
+A table of int64 says which: the number of draws, the step's own among them; what a radius takes from the limit, and
+the limit without it (float64); then of each draw two words of the nonce, and its weight times std in units (float64).
+Draws are counted and read when a kernel runs: it is compiled once for all of them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def joined(words, pair: tl.constexpr, size, even, odd, radii, DOUBLE: tl.constex
 
 @triton.jit
 def gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, DOUBLE: tl.constexpr):
-    """What the earlier draws add to each of a block's 12 elements, and what they take from each of 6 pairs' limits."""
+    """What the draws add to each of a block's 12 elements, and the limits of 6 pairs (`noise.limit_of`)."""
     nothing = (counter * 0).to(tl.float64 if DOUBLE else tl.float32)
     s0, s1, s2, s3, s4, s5 = nothing, nothing, nothing, nothing, nothing, nothing
     s6, s7, s8, s9, s10, s11 = nothing, nothing, nothing, nothing, nothing, nothing
@@ -68,15 +68,15 @@ def gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, DOUBLE: tl.constex
         s6, s7, r3 = joined(words, 3, size, s6, s7, r3, DOUBLE)
         s8, s9, r4 = joined(words, 4, size, s8, s9, r4, DOUBLE)
         s10, s11, r5 = joined(words, 5, size, s10, s11, r5, DOUBLE)
-    by, least = number_at(p_past, 1).to(nothing.dtype), number_at(p_past, 2).to(nothing.dtype)
-    taken = by * r0 + least, by * r1 + least, by * r2 + least, by * r3 + least, by * r4 + least, by * r5 + least
-    return (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11), taken
+    by, most = number_at(p_past, 1).to(nothing.dtype), number_at(p_past, 2).to(nothing.dtype)
+    return (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, most - by * r0, most - by * r1, most - by * r2,
+            most - by * r3, most - by * r4, most - by * r5)  # fmt: skip
 
 
 @triton.jit
 def nearest_of_all(p_past, slot, part, unsure, counter, w0, w1, w2, w3, w4, w5, w6, w7):
     """part and the shares of all draws, rounded to a whole number, in one of a block's 12 slots."""
-    pair, odd, draws = slot // 2, (slot % 2) != 0, tl.load(p_past).to(tl.int32) + 1
+    pair, odd, draws = slot // 2, (slot % 2) != 0, tl.load(p_past).to(tl.int32)
     sums = 1 + 0.03125 * (draws - 1).to(tl.float64)  # each rounds
     total, off = part, tl.zeros_like(part) + ERROR * sums
     for draw in range(draws):
@@ -92,15 +92,16 @@ def nearest_of_all(p_past, slot, part, unsure, counter, w0, w1, w2, w3, w4, w5, 
         v, v_low, off = part, tl.zeros_like(part), tl.zeros_like(part) + FINE_ERROR * sums
         for draw in range(draws):
             n0, n1 = nonce_at(p_past, draw)
-            words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
-            size = number_at(p_past, FIELDS + FIELDS * draw + 2)
-            word, circle, low = word_of(words, pair, 0, 1), word_of(words, pair, 6, 1), low_of(words, pair)
-            u, u_low, y, y_low = first_bits(word, low, circle)
-            unit = tl.zeros_like(part) + 2.3283064365386963e-10
-            for level in range(LEVELS):
-                more = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1 + ((level + 1) << 16))
-                u, u_low, y, y_low = more_bits(u, u_low, y, y_low, word_of(more, pair, 0, 2), word_of(more, pair, 1, 2),
-                                               unit)  # fmt: skip
+            size, circle = number_at(p_past, FIELDS + FIELDS * draw + 2), counter.to(tl.uint32)
+            u, u_low, y, y_low, unit = v_low * 0, v_low * 0, v_low * 0, v_low * 0, v_low * 0 + 1
+            for level in range(LEVELS + 1):
+                words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1 + (level << 16))
+                if level == 0:
+                    circle = word_of(words, pair, 6, 1)
+                    u, u_low, y, y_low = first_bits(word_of(words, pair, 0, 1), low_of(words, pair), circle)
+                else:
+                    u, u_low, y, y_low = more_bits(u, u_low, y, y_low, word_of(words, pair, 0, 2),
+                                                   word_of(words, pair, 1, 2), unit)  # fmt: skip
                 unit *= 2.3283064365386963e-10
             share, share_low, more_off = normal_by_more_bits(u, u_low, y, y_low, circle, odd, size, FINE_ERROR * sums)
             v, v_low = add(v, v_low, share, share_low)
@@ -121,10 +122,11 @@ def is_correlated(draw: Draw) -> bool:
 def past_of(draw: Draw, size: float) -> list[int]:
     """The table. size: of std, in units."""
     earlier = [(step, weight) for step, weight in zip(draw.earlier_steps, draw.earlier_weights, strict=True) if weight]
-    # as for the step's own (`release`), and for the rounding of each sum that a normal is in
-    taken = _bits(9e-7 + 6e-8 * (len(earlier) + 2)), _bits(4e-6 * sum(abs(weight) for _, weight in earlier))
-    rows = [(*stream_of(draw.key, step)[8:], _bits(size * weight)) for step, weight in (*earlier, (draw.step, 1.0))]
-    return [len(earlier), *taken, *(number for row in rows for number in row)]
+    draws = [*earlier, (draw.step, 1.0)]
+    # as `limit_of`, and for the rounding of each sum that a normal is in
+    limit = _bits(9e-7 + 6e-8 * (len(draws) + 1)), _bits(0.5 - 4e-6 * sum(abs(weight) for _, weight in draws))
+    rows = [(*stream_of(draw.key, step)[8:], _bits(size * weight)) for step, weight in draws]
+    return [len(draws), *limit, *(number for row in rows for number in row)]
 
 
 def _bits(number: float) -> int:

@@ -19,9 +19,9 @@ from fastdp.ops.checks import check_single_std
 from fastdp.ops.noise_reference import Grid
 from fastdp.ops.updates import SGD, Adam, Step, implementation
 
-from .keystream import LANES, TILE, chacha20, pair_of, stream_of
+from .keystream import LANES, TILE, chacha20, stream_of
 from .many import TYPES
-from .noise import SIZE, TILES, release, settled, table_of
+from .noise import SIZE, TILES, drawn, release, settled, table_of
 from .past import gathered, is_correlated, past_of
 
 WORDS = tl.constexpr(10)  # of the key and the nonce, at the table's begin
@@ -51,14 +51,14 @@ def inside_of(p_row, at):
 
 
 @triton.jit
-def spend(p_table, p_row, at, turned, coordinate, past, taken, ADAM: tl.constexpr, KEEP: tl.constexpr,
-          BUFFER: tl.constexpr, READS: tl.constexpr, NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr,
-          SUM: tl.constexpr, CORRELATED: tl.constexpr):  # fmt: skip
+def spend(p_table, p_row, at, turned, coordinate, limit, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr,
+          READS: tl.constexpr, NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr,
+          SUM: tl.constexpr):  # fmt: skip
     """One normal of each lane, released and spent; where that is open, nothing is stored."""
     inside = inside_of(p_row, at)
     size, unit, scale = option(p_table, 0, turned), option(p_table, 1, turned), option(p_table, 2, turned)
     total = tl.load(numbers_at(p_row, 1, SUM) + at, mask=inside, other=0.0)
-    n, unsure = release(turned, coordinate, total, size, unit, scale, past, taken, CORRELATED)
+    n, unsure = release(turned, coordinate, limit, total, size, unit, scale)
     unsure = inside & unsure
     update(p_table, p_row, at, n, inside & (unsure == 0), ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
     return unsure.to(tl.int32)
@@ -121,23 +121,21 @@ def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: t
     w0, w1, w2, w3 = word(p_table, 0), word(p_table, 1), word(p_table, 2), word(p_table, 3)
     w4, w5, w6, w7 = word(p_table, 4), word(p_table, 5), word(p_table, 6), word(p_table, 7)
     n0, n1 = word(p_table, 8), word(p_table, 9)
-    p_past, past, taken = p_table + HEAD + tl.cast(rows, tl.int64) * FIELDS, 0.0, 0.0  # behind the rows
+    p_past = p_table + HEAD + tl.cast(rows, tl.int64) * FIELDS  # behind the rows
     if CORRELATED:
-        pasts, takens = gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, SUM == tl.float64)
-    words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
+        words = gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, SUM == tl.float64)
+    else:
+        words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
     at = tile * TILE + lane - offset
     unsure = tl.zeros_like(at).to(tl.int32)  # a bit for each slot
     for pair in tl.static_range(6):
-        turned, cosine, sine = pair_of(words, pair, SUM == tl.float64)
-        turned *= option(p_table, 0, turned)
-        if CORRELATED:
-            past, taken = pasts[2 * pair], takens[pair]
-        unsure |= spend(p_table, p_row, at + 2 * pair * LANES, turned, cosine, past, taken, ADAM, KEEP, BUFFER, READS,
-                        NESTEROV, PARAM, STATE, SUM, CORRELATED) << (2 * pair)  # fmt: skip
-        if CORRELATED:
-            past = pasts[2 * pair + 1]
-        unsure |= spend(p_table, p_row, at + (2 * pair + 1) * LANES, turned, sine, past, taken, ADAM, KEEP, BUFFER,
-                        READS, NESTEROV, PARAM, STATE, SUM, CORRELATED) << (2 * pair + 1)  # fmt: skip
+        size = tl.load(p_table + WORDS).to(tl.float64, bitcast=True).to(SUM)
+        even, odd, cosine, sine, limit = drawn(words, pair, size, SUM == tl.float64, CORRELATED)
+        place = at + 2 * pair * LANES
+        unsure |= spend(p_table, p_row, place, even, cosine, limit, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE,
+                        SUM) << (2 * pair)  # fmt: skip
+        unsure |= spend(p_table, p_row, place + LANES, odd, sine, limit, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM,
+                        STATE, SUM) << (2 * pair + 1)  # fmt: skip
     if tl.max(unsure, 0) > 0:
         for slot in range(12):
             here = ((unsure >> slot) & 1) != 0

@@ -154,12 +154,13 @@ def _noise(n: Numbers, name: str) -> Iterator[Trial]:
             yield Trial((n.make(size), 0.7, *rest), {})
         else:
             yield Trial((n.make(size), 0.7, 0.5, *rest), {})
+            yield Trial((n.make(size), 0.7, 0.5, *rest, [2, 5], [-0.5, 0.25]), {})
 
 
 def _steps(n: Numbers, name: str) -> Iterator[Trial]:
-    for keep in (True, False):
+    for keep, past in ((True, {}), (False, {"earlier_steps": [2, 5], "earlier_weights": [-0.5, 0.25]})):
         params, sums = [n.make(4, 5), n.make(7)], [n.sums(4, 5), n.sums(7)]
-        draw = dict(key=KEY, step=3, std=0.7, scale=0.25, lr=0.1, weight_decay=0.01, keep_grads=keep)
+        draw = dict(key=KEY, step=3, std=0.7, scale=0.25, lr=0.1, weight_decay=0.01, keep_grads=keep, **past)
         states = [[n.make(4, 5).abs(), n.make(7).abs()] for _ in range(2)]
         if name == "noisy_sgd_step_":
             yield Trial((params, sums, states[0], [0, 20]), {**draw, "momentum": 0.9})

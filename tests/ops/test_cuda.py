@@ -190,6 +190,16 @@ def test_emulated_by_type(dtype: torch.dtype, emulated: str) -> None:
     checks.check_noise(ON, dtype)
 
 
+def test_emulated_million_correlated_draws(emulated: str) -> None:
+    """More draws than one launch lays out, too: of small weights and large."""
+    total = torch.randn(1_000_000, generator=torch.Generator().manual_seed(3))
+    few = [10, 9, 2**40, 0], [-0.5, 1.75, -1.25, 0.01]
+    many = list(range(600)), [0.999**k - 0.7 for k in range(600)]
+    for given, past in ((total, few), (total[:2000], many)):
+        assert torch.equal(past_checks.add_noise_(given.clone(), 1.3, 11, 7, past),
+                           past_checks.released(given, 1.3, 11, 7, past))  # fmt: skip
+
+
 @pytest.mark.parametrize(("dtype", "state_dtype"), checks.PAIRS)
 @pytest.mark.parametrize(("rule", "options"), checks.RULES)
 def test_emulated_steps(rule: Any, options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
