@@ -1,7 +1,11 @@
 """Private mechanisms beside DP-SGD: DP-FTRL, DP-FedAvg (clients), DP-SGD as a sampler, and searches over settings.
 
+Strategies correlate the noise of steps, and `compare` says which one has the least noise for a run.
+
 >>> tree_epsilon(noise_multiplier=10.0, steps_per_epoch=256, epochs=1, delta=1e-5) < 1.2
 True
+>>> Lambda(0.9).noise_row(step=5)  # the step's own normal, less a part of the last step's
+(1.0, [(1, -0.9)])
 """
 
 from .banded import Banded

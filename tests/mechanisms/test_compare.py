@@ -27,6 +27,8 @@ from fastdp.mechanisms.comparison import prefix_noise
 from fastdp.mechanisms.correlated_privacy import Block
 from fastdp.mechanisms.encoders import Toeplitz
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found() -> Comparison:
@@ -80,8 +82,6 @@ def test_settings_are_the_best_of_their_kind(found: Comparison) -> None:
 @pytest.mark.parametrize(
     "strategy", [TreeAggregation(), Bisr(3), Banded(3, steps=30), Matrix(np.tril(np.ones((30, 30))))], ids=repr
 )
-
-pytestmark = pytest.mark.slow
 def test_the_noise_of_sums(strategy: Strategy) -> None:
     assert np.allclose(prefix_noise(strategy, 30), np.linalg.norm(strategy.rows(30).cumsum(axis=0), axis=1))
 

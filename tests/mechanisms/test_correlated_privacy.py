@@ -28,7 +28,7 @@ from fastdp.mechanisms import (
     sensitivity,
 )
 from fastdp.mechanisms import correlated_privacy as accounting
-from fastdp.mechanisms.bins import epsilon_of_bins
+from fastdp.mechanisms.bins import _away, _smallest, _towards, epsilon_of_bins
 from fastdp.mechanisms.correlated_privacy import gaussian_epsilon
 
 DELTA = 1e-5
@@ -127,6 +127,9 @@ def test_what_a_cut_inverse_leaves_is_accounted_for() -> None:
         exact = gaussian_epsilon(near + rest, DELTA)
         assert exact <= bound <= exact + 15 * rest + 0.002 * exact
     assert accounting._with_rest(lambda delta: 400.0, DELTA, 0.1) == math.inf
+    given: list[float] = []
+    more = accounting._with_rest(lambda delta: given.append(delta) or 2.0, DELTA, 0.3) - 2  # type: ignore[func-returns-value]
+    assert more > 1 and DELTA * 0.99 < given[-1] * math.exp(more) < DELTA  # both parts of delta
 
 
 @pytest.mark.slow
@@ -148,6 +151,16 @@ def test_bins_of_one_place_are_a_gaussian() -> None:
         assert gaussian_epsilon(mu, delta) <= found < gaussian_epsilon(mu, delta) * 1.03 + 0.02
     two = epsilon_of_bins([np.array([[0.25]]), np.array([[0.75]])], DELTA, samples=1 << 16)
     assert gaussian_epsilon(1.0, DELTA) <= two < gaussian_epsilon(1.0, DELTA) * 1.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [_towards, _away])
+def test_both_directions_of_bins_have_the_delta_of_plain_samples(sampled: Any) -> None:
+    assert 4.377 < _smallest(sampled([np.eye(1)], 2.5, 1 << 16, 0), DELTA, 1 << 16) < 4.5
+    shifts = Lambda(0.5).encoder(3) * 0.8
+    found = _smallest(sampled([shifts @ shifts.T], 1.0, 1 << 18, 0), 0.02, 1 << 18)
+    plain = deltas(shifts, np.full(3, 1 / 3), found)[sampled is _away]
+    assert 0.018 < plain < 0.0202
 
 
 @pytest.mark.slow
