@@ -57,7 +57,7 @@ def check_earlier_steps_by_type(on: On) -> None:
 def check_what_earlier_steps_leave_open(on: On) -> None:
     """Sums that every element must look at more bits of all draws for, alone and before an update."""
     for dtype, std in ((torch.float32, 0.37 + 1e-9), (torch.float64, 1.9)):
-        count = 100 if on.small else 600
+        count = 60 if on.small else 200
         total, halves = nearly_halves(std, count, 6, 77, dtype, FOUR)
         truth = released(total, std, 6, 77, FOUR)
         assert torch.equal(add_noise_(total.clone().to(on.device), std, 6, 77, FOUR).cpu(), truth)
