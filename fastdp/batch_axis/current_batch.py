@@ -121,8 +121,9 @@ class SampleGroups:
                 return _unknown(f"the loader handed out {told.records} records, the model was given {batch}")
             return told
         if current is not None:
-            how = "tells whose its records are: leave group_by() out" if told else "samples records, not persons: give "
-            return _unknown(f"group_by() was called, but the poisson_loader {how}{'' if told else 'it group_by='}")
+            how = "tells whose its records are: leave group_by() out" if told else "samples records, not persons: "
+            give = "give it group_by=" if current.participation is None else "take poisson_loader(group_by=)"
+            return _unknown(f"group_by() was called, but the loader {how}{'' if told else give}")
         if self._used:
             return _unknown(
                 "group_by() was called for the previous batch, not for this one: call it before every forward, or once "

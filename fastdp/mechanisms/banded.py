@@ -61,7 +61,7 @@ class Banded(Toeplitz, Strategy):
             assert steps is not None
             whole("steps", steps)
             found = best_coefficients(min(bands, steps), steps, participation, draws)
-            found = np.round(found, 6)  # the same on machines whose last digits differ
+            found = np.round(found, 9)  # the same on machines whose last digits differ
         else:
             found = np.asarray(coefficients, dtype=np.float64)
             if found.shape != (bands,) or not np.isfinite(found).all() or not found[0]:
@@ -75,6 +75,7 @@ class Banded(Toeplitz, Strategy):
                 f"{TAIL:.2g} may be cut off: take smaller coefficients or fewer bands, or give steps= for some that fit"
             )
         self.bands: int = bands
+        found.flags.writeable = False
         self.designed = found
         super().__init__(_inverse(found, max(1, int(few[0]))))
 

@@ -145,11 +145,14 @@ def compare(
         ValueError: if steps or epochs is out of range, or both or none of epochs and participation are given.
     """
     whole("steps", steps)
+    participation = getattr(participation, "participation", participation)  # of a loader
     if (epochs is None) == (participation is None):
         raise ValueError("give either epochs= or participation=")
     if participation is None:
         whole("epochs", epochs)
         assert epochs is not None
+        if epochs > steps:
+            raise ValueError(f"{epochs} epochs of {steps} steps in all: an epoch has a step at least")
         period = -(-steps // epochs)
         participation = Participation("fixed order", period, period)
 

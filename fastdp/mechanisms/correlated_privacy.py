@@ -97,11 +97,11 @@ def epsilon_of_blocks(strategy: Encoder, blocks: Iterable[Block], delta: float, 
 
 
 def check(strategy: Encoder, participation: Participation) -> None:
-    """Raises AccountingError if a run with this participation has no accounting, as far as two steps show."""
+    """Raises AccountingError if a run with this participation has no accounting, as far as its first steps show."""
     if participation.kind == "cyclic Poisson":
         amplified(strategy, 1, participation.period)
     elif participation.kind == "balls in bins":
-        _grams(strategy, [Block("", 1.0, 2, participation, 0)])
+        _grams(strategy, [Block("", 1.0, strategy.known_steps, participation, 0)])
 
 
 class _Places:
@@ -155,21 +155,32 @@ def _grams(strategy: Encoder, blocks: list[Block]) -> tuple[list[np.ndarray], fl
         draw = (block.participation.mark or f"{number}", period)
         if block.first is None and block.participation.mark and often[block.participation.mark] > 1:
             raise AccountingError("blocks of one draw of balls in bins, and it is not known at which step they began")
-        encoder = strategy.encoder(block.steps)
-        negative = np.minimum(encoder, 0)
-        norm = math.sqrt(float(np.abs(negative).sum(axis=0).max() * np.abs(negative).sum(axis=1).max()))
-        if norm > _NEGATIVE * encoder.max():
+        shifts, norm, most = _shifts(strategy, block.steps, period)
+        if norm > _NEGATIVE * most:
             raise AccountingError(
                 f"{strategy!r} has an encoder with negative entries, and balls in bins are accounted for without such "
                 "ones: take fastdp.mechanisms.Bisr or Lambda, or a loader without sampling"
             )
         if norm > _ROUNDING:
             apart += participations(block.steps, block.participation) * (norm / block.noise_multiplier) ** 2
-        places = np.pad(np.maximum(encoder, 0), ((0, 0), (0, -block.steps % period)))
-        shifts = np.roll(places.reshape(block.steps, -1, period).sum(axis=1), block.first or 0, axis=1)
+        shifts = np.roll(shifts, block.first or 0, axis=1)
         gram = shifts.T @ shifts / block.noise_multiplier**2
         grams[draw] = grams[draw] + gram if draw in grams else gram
     return list(grams.values()), apart
+
+
+def _shifts(strategy: Encoder, steps: int, period: int) -> tuple[np.ndarray, float, float]:
+    """How a record at each place moves what is encoded, [steps, period], without negative entries of C; the norm of
+    these entries, and the largest one."""
+    if isinstance(strategy, Toeplitz):
+        c = strategy.coefficients(steps)
+        again = np.pad(np.maximum(c, 0), (0, -steps % period)).reshape(-1, period).cumsum(axis=0).ravel()[:steps]
+        later = np.arange(steps)[:, None] - np.arange(period)
+        return np.where(later >= 0, again[np.maximum(later, 0)], 0.0), float(-np.minimum(c, 0).sum()), float(c.max())
+    encoder = strategy.encoder(steps)
+    negative = -np.minimum(encoder, 0)
+    places = np.pad(np.maximum(encoder, 0), ((0, 0), (0, -steps % period))).reshape(steps, -1, period).sum(axis=1)
+    return places, math.sqrt(float(negative.sum(axis=0).max() * negative.sum(axis=1).max())), float(encoder.max())
 
 
 def _with_rest(core: Callable[[float], float], delta: float, apart: float) -> float:
@@ -203,6 +214,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         inside, outside = log_ndtr(mu / 2 - epsilon / mu), log_ndtr(-mu / 2 - epsilon / mu)
         return float(inside + np.log(-np.expm1(min(epsilon + outside - inside, -1e-300)))) - math.log(delta)
 
+    if mu > 1e20:
+        return math.inf
     if mu == 0 or excess(0.0) <= 0:
         return 0.0
     high = mu * (mu / 2 + math.sqrt(-2 * math.log(delta)))  # Chernoff's bound

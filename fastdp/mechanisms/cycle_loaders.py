@@ -20,6 +20,7 @@ from ..accounting.participation import Participation
 from ..data.empty_batches import fetching, source_of
 from ..data.loader import PoissonLoader, share
 from ..data.streams import StreamRecords
+from ..distributed.fingerprints import mark, mark_of_records
 from ..distributed.world import dealing_world
 from ..errors import AccountingError, StepError
 from ..utils.keyword_arguments import parameters_of, refuse_unknown
@@ -54,14 +55,15 @@ class CycleLoader(PoissonLoader):
 
     def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
         """The same as of a PoissonLoader, and a mark of the order or deal, by which `load_state_dict` tells another."""
-        return {**super().state_dict(secret=secret), "participation": self.participation.mark}
+        return {**super().state_dict(secret=secret), "participation": self.participation.mark.partition("|")[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As of a PoissonLoader; also raises StepError if the state is of another order or deal than the loader's."""
         then = copy.copy(self.sampler)
         if isinstance(state, Mapping):
             then.key = state.get("key", then.key)
-            if state.get("participation", then.participation.mark) != then.participation.mark:
+            own = then.participation.mark.partition("|")[0]
+            if state.get("participation", own) != own:
                 secret = " and load its state_dict(secret=True), which holds the key" * isinstance(then, BallsInBins)
                 raise StepError(
                     f"the state is of another order or deal of the records than this {self.made_by}'s, and how far "
@@ -267,7 +269,7 @@ def balls_in_bins_loader(
 
 
 _ORDERED = (
-    "DP-FTRL needs an order that is known, and the same in every pass. Give a loader with shuffle=False; to shuffle "
+    "the order must be known, and the same in every pass. Give a loader with shuffle=False; to shuffle "
     "once, give order=torch.randperm(len(dataset))"
 )
 _SAMPLED = "the loader's own draw takes its place. Give one without a sampler; for a part of the data, a Subset"
@@ -300,9 +302,21 @@ def _made(
         _check_whole(**({} if limit is None else {"max_physical_batch_size": limit}))
         _check_whole(0, **({} if seed is None else {"seed": seed}))
         sampler = sampler_for(dataset, of_loader if batch_size is None else batch_size)
+        sampler.of(_mark_of(dataset))
         found = CycleLoader(fetching(dataset, sampler, options), sampler, name)
     share(found, world)
     return found
+
+
+def _mark_of(dataset: Any) -> str | None:
+    """Of its records: numbers within subsets, and a few of them. None if they cannot be told."""
+    if isinstance(dataset, StreamRecords) or (found := mark_of_records(dataset)) is None:
+        return None
+    parts = []
+    while isinstance(dataset, Subset):
+        parts.append(np.fromiter(map(int, dataset.indices), np.int64).tobytes())
+        dataset = dataset.dataset
+    return mark(found, *parts)
 
 
 def _check_whole(least: int = 1, **values: Any) -> None:

@@ -8,6 +8,8 @@ PoissonSampler are. A pass is made of whole cycles, so a step is at place `step 
 from __future__ import annotations
 
 import functools
+import secrets
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +37,7 @@ class CycleSampler(PoissonSampler):
 
     kind: str  # as of a Participation
     more: tuple[int, ...] = ()  # that the batches depend on
+    whose = ""  # a mark of the records; of this sampler, if they are not known
 
     def __init__(
         self, order: Numbers, batch_size: float, period: int, steps: int, limit: int | None, seed: int | None
@@ -47,10 +50,17 @@ class CycleSampler(PoissonSampler):
         """A mark of what the batches depend on beside the key."""
         return mark(self.kind, self.order.tobytes(), self.batch_size, *self.more)
 
+    def of(self, records: str | None) -> None:
+        """The numbers are of these records, by a mark; None: which ones cannot be told, so no other loader has them."""
+        self.whose = f" of {records}" if records else f"|{secrets.token_hex(8)}"
+
+    def _promise(self, of: str, **changes: Any) -> Participation:
+        return Participation(self.kind, self.period, self.period, mark=of + self.whose)._replace(**changes)
+
     @property
     def participation(self) -> Participation:
         """What holds of every record."""
-        return Participation(self.kind, self.period, self.period, mark=self.mark)
+        return self._promise(self.mark)
 
 
 class FixedOrder(CycleSampler):
@@ -72,7 +82,7 @@ class FixedOrder(CycleSampler):
     @property
     def participation(self) -> Participation:
         """A record stays in its group, so from one pass to the next it moves up by at most within - 1 steps."""
-        return super().participation._replace(separation=self.steps - self.within + 1)
+        return self._promise(self.mark, separation=self.steps - self.within + 1)
 
     def chosen(self, number: int, step: int, draw: np.random.Generator) -> list[int]:
         """The step's part of its group."""
@@ -101,7 +111,7 @@ class CyclicPoisson(CycleSampler):
     @property
     def participation(self) -> Participation:
         """Every step samples anew, so a run may go on by another key: what must stay are the parts."""
-        return super().participation._replace(rate=self.rate, mark=self.settings)
+        return self._promise(self.settings, rate=self.rate)
 
     def chosen(self, number: int, step: int, draw: np.random.Generator) -> list[int]:
         """A Poisson sample of the step's part."""

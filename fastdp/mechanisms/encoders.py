@@ -20,6 +20,11 @@ class Encoder:
     bands: int | None = None
     tree = False
 
+    @property
+    def known_steps(self) -> int:
+        """So many steps show what C is like."""
+        return 2
+
     def noise_row(self, step: int) -> Row:
         """Return the weight of the step's own normal, and (lag, weight) of each earlier one whose weight is not 0."""
         raise NotImplementedError
@@ -59,8 +64,13 @@ class Toeplitz(Encoder):
     """
 
     def __init__(self, weights: Any) -> None:
-        self.weights = np.asarray(weights, dtype=np.float64)
+        self.weights = np.array(weights, dtype=np.float64)
+        self.weights.flags.writeable = False  # what is accounted for is what was made
         self._known = np.zeros(0)
+
+    @property
+    def known_steps(self) -> int:
+        return 2 * len(self.weights)
 
     @property
     def draws(self) -> int:
@@ -86,6 +96,13 @@ class Toeplitz(Encoder):
         from scipy.linalg import toeplitz
 
         return toeplitz(self.coefficients(steps), np.zeros(steps))
+
+
+def number_in(name: str, value: Any, low: float, high: float) -> float:
+    """Raises ValueError unless the option is a number in [low, high)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}), not {value!r}")
+    return float(value)
 
 
 def whole(name: str, value: Any) -> None:

@@ -27,7 +27,7 @@ from ..distributed.fingerprints import mark
 from ..errors import StepError
 from ..ops.checks import MOST_WEIGHT
 from .correlated_privacy import check, epsilon_of_blocks, noise_multiplier_for_strategy
-from .encoders import Encoder, Row, Toeplitz, whole
+from .encoders import Encoder, Row, Toeplitz, number_in, whole
 
 
 class Strategy(Encoder):
@@ -69,9 +69,7 @@ class Lambda(Toeplitz, Strategy):
     """
 
     def __init__(self, weight: float) -> None:
-        if isinstance(weight, bool) or not 0 <= weight < 1:
-            raise ValueError(f"weight must lie in [0, 1), not {weight!r}")
-        self.weight = float(weight)
+        self.weight = number_in("weight", weight, 0, 1)
         super().__init__([1.0, -self.weight])
 
     def __repr__(self) -> str:
@@ -96,8 +94,7 @@ class Bisr(Toeplitz, Strategy):
     def __init__(self, bands: int, *, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         whole("bands", bands)
         for name, value in (("momentum", momentum), ("weight_decay", weight_decay)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} must lie in [0, 1), not {value!r}")
+            number_in(name, value, 0, 1)
         self.settings = (bands, momentum, weight_decay)
         root = square_root(bands)
         powers = np.arange(bands)
@@ -151,6 +148,8 @@ class Matrix(Strategy):
         if (rows is None) == (encoder is None):
             raise ValueError("give either rows= (D) or encoder= (C)")
         name, given = ("rows", rows) if encoder is None else ("encoder", encoder)
+        if np.iscomplexobj(given):
+            raise ValueError(f"{name} must be real")
         array = np.array(given, dtype=np.float64)
         if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
             raise ValueError(f"{name} must be a square matrix, not of shape {array.shape}")
@@ -170,6 +169,10 @@ class Matrix(Strategy):
         if not np.isfinite(other).all():
             raise ValueError(f"{name} has no finite inverse")
         own = np.diagonal(self._rows)
+        if own.min() < 2.0**-30 or own.max() > 2.0**30:
+            raise ValueError(f"{name}: the noise of steps is {own.min():.3g} to {own.max():.3g}, beyond 2^-30 .. 2^30")
+        for matrix in (self._rows, self._encoder):
+            matrix.flags.writeable = False  # what is accounted for is what was made
         if (worst := (np.abs(self._rows).sum(axis=1) / own - 1).max()) > MOST_WEIGHT:
             raise ValueError(
                 f"{name}: a step's weights of earlier normals add up to {worst:.3g} times that of its own, of which "
@@ -181,6 +184,10 @@ class Matrix(Strategy):
         """The bands of C that are not zero, but for rounding."""
         present = np.abs(self._encoder) > 1e-14 * np.abs(self._encoder).max()
         return int(max(row - column for row, column in zip(*np.nonzero(present), strict=True))) + 1
+
+    @property
+    def known_steps(self) -> int:
+        return len(self._rows)
 
     def noise_row(self, step: int) -> Row:
         self._reach(step + 1)

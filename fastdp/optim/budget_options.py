@@ -12,7 +12,7 @@ from ..accounting.budget import Budget
 from ..accounting.participation import Block
 from ..data.loader import PoissonLoader
 from ..errors import AccountingError
-from .correlated_noise import BlocksBudget
+from .correlated_noise import BlocksBudget, check_strategy
 
 OF_BUDGET = ("target_epsilon", "delta", "epochs", "steps", "loader")
 _NEEDED = "give noise_multiplier=, or target_epsilon= with loader= (or sample_rate=) and epochs= (or steps=)"
@@ -39,11 +39,11 @@ def take_budget(options: dict[str, Any], owner: str, spent: History) -> Budget |
         raise TypeError(f"{owner}: give either noise_multiplier= or target_epsilon=, from which the noise follows")
     if (epochs is None) == (steps is None):
         raise TypeError(f"{owner}: target_epsilon= needs the length of the run: either epochs= or steps=")
-    if options.get("noise") is not None:
-        return _of_blocks(options, given, owner, spent)
     for name in ("target_epsilon", "delta", "epochs"):
         if (value := given[name]) is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{name} must be a number, not {value!r}")
+    if options.get("noise") is not None:
+        return _of_blocks(options, given, owner, spent)
     rate, accountant = options.get("sample_rate"), options.get("accountant", "prv")
     check_options(1.0, options.get("expected_batch_size"), rate, 0.0)
     samples, truncation, per_epoch = None, 0.0, None
@@ -102,6 +102,7 @@ def _of_loader(loader: Any, rate: float | None, owner: str) -> tuple[float, int,
 def _of_blocks(options: dict[str, Any], given: dict[str, Any], owner: str, spent: History) -> Budget:
     """As `take_budget`, where noise= is given: one block of correlated noise over the whole run."""
     target, delta, epochs, steps, loader = given.values()
+    check_strategy(options["noise"])
     promise = getattr(loader, "participation", None)
     if promise is None:
         raise TypeError(f"{owner}: target_epsilon= with noise= needs loader=, one of fastdp.mechanisms, not {loader!r}")
@@ -113,9 +114,10 @@ def _of_blocks(options: dict[str, Any], given: dict[str, Any], owner: str, spent
     delta = default_delta(loader.sampler.size) if delta is None else delta
     if problem := delta_problem(delta, loader.sampler.size, "sample"):
         raise ValueError(f"{problem}. Leave delta= out for {default_delta(loader.sampler.size):g}")
-    steps = math.ceil(epochs * loader.steps_per_epoch - 1e-9) if steps is None else steps
-    if not steps > 0:
-        raise ValueError(f"a run of {steps} steps: epochs= or steps= must be above 0")
+    if steps is None:
+        if not 0 < epochs < math.inf:
+            raise ValueError(f"epochs must be a positive number, not {epochs!r}")
+        steps = math.ceil(epochs * loader.steps_per_epoch - 1e-9)
     accountant, strategy = options.get("accountant", "prv"), options["noise"]
     strategy.check(promise)
     sigma = options["noise_multiplier"] = strategy.noise_multiplier(

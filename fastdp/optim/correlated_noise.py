@@ -69,6 +69,7 @@ class Blocks:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.all = strategy, dict[str, Block]()
+        self._fits: Participation | None = None
         self.running: _Running | None = None
         self.records = 0.0  # of the dataset, as far as the loader tells
 
@@ -76,6 +77,19 @@ class Blocks:
     def name(self) -> str:
         """What another run must have alike to go on from this one's state."""
         return f"correlated noise, {self.strategy.mark}"
+
+    def check(self, promise: Participation) -> None:
+        """Raises AccountingError if steps under this promise cannot be accounted for in this run."""
+        if promise == self._fits:
+            return
+        self.strategy.check(promise)
+        kinds = {promise.kind, *(block.participation.kind for block in self.all.values())}
+        if {"cyclic Poisson", "balls in bins"} <= kinds:
+            raise AccountingError(
+                "there is no accounting for cyclic Poisson samples and balls in bins in one run: stay with one loader, "
+                "or make a new optimizer and add up both epsilons"
+            )
+        self._fits = promise
 
     @property
     def last(self) -> Block:
@@ -155,8 +169,7 @@ class CorrelatedStep(PrivateStep):
     mechanism: Blocks
 
     def __init__(self, model: nn.Module, params: Any, *, noise: Strategy, **options: Any) -> None:
-        if not all(callable(getattr(noise, name, None)) for name in ("noise_row", "check", "epsilon")):
-            raise TypeError(f"noise= takes a strategy of fastdp.mechanisms, as Bisr(bands=4), not {noise!r}")
+        check_strategy(noise)
         if options.get("sample_rate") is not None:
             raise AccountingError(f"sample_rate= with noise=: the loader says who is in a batch. {_LOADERS}")
         if options.get("ledger") is not None:
@@ -183,15 +196,15 @@ class CorrelatedStep(PrivateStep):
         super()._check_batch(gradients)
 
     def _promise_of(self, current: PhysicalBatch | None) -> Participation:
+        if current is not None and current.participation is not None and current.people is None:
+            self.mechanism.check(current.participation)
+            return current.participation
         begin = f"{self.mechanism.name} is accounted for by how far apart the steps of one record are, "
         if current is None:
             raise StepError(f"{begin}and no batch of a loader that says so is in hand. {_LOADERS}")
         if current.participation is None:
             raise StepError(f"{begin}and a poisson_loader draws each step from all records. {_LOADERS}")
-        if current.people is not None:
-            raise StepError(f"{begin}and a person's records may be in several batches of a cycle: group_by is refused")
-        self.mechanism.strategy.check(current.participation)
-        return current.participation
+        raise StepError(f"{begin}and a person's records may be in several batches of a cycle: group_by is refused")
 
     def ready(self) -> bool:
         current = self.loader_batch.current()
@@ -208,6 +221,12 @@ class CorrelatedStep(PrivateStep):
         now = _Running(self._loader_position, (mark("noise", self.noise.key), self.noise.step), noised, None)
         step = self.mechanism.step_of(now, self.noise.step, promise)
         self._refuse_beyond_budget(now, step, promise)
+        if promise.kind == "cyclic Poisson" and any(map(self.ledger.draws.holds, self._drawn)):
+            self.discard()
+            raise StepError(
+                "a step was made on this very sample before, and samples drawn anew are what is accounted for: make a "
+                "new loader without seed=, or go on with the old one from where it is"
+            )
         release = super().release()
         now.offsets = dict(release.offsets)
         step = self.mechanism.step_of(now, self.noise.step, promise)
@@ -228,7 +247,7 @@ class CorrelatedStep(PrivateStep):
             return
         first = now.place[2] % promise.period
         blocks = self.mechanism.with_a_step(self.noise_multiplier, step, promise, first)
-        if not budget.covers(blocks) and self._spent(blocks, budget.delta) > budget.target_epsilon:
+        if not budget.covers(blocks, lambda found: self._spent(found, budget.delta) <= budget.target_epsilon):
             self.discard()
             raise StepError(
                 f"the budget is spent: a step more would exceed epsilon {budget.target_epsilon:g} at delta "
@@ -238,6 +257,10 @@ class CorrelatedStep(PrivateStep):
 
     def _spent(self, blocks: Sequence[Block], delta: float) -> float:
         return self.mechanism.strategy.epsilon(blocks, delta, self.accountant)
+
+    def _warn_once(self, text: str, kind: str) -> None:
+        if kind != "repeated":  # a deal of balls in bins is the same in each pass, and accounted for as such
+            super()._warn_once(text, kind)
 
     def finish(self) -> None:
         """The noised step was made: count it, in its block."""
@@ -258,18 +281,32 @@ class CorrelatedStep(PrivateStep):
         return self._spent(list(blocks.all.values()), delta)
 
 
+def check_strategy(noise: Any) -> None:
+    """Raises TypeError unless this is a strategy."""
+    if isinstance(noise, type) or not all(callable(getattr(noise, name, None)) for name in ("noise_row", "epsilon")):
+        raise TypeError(f"noise= takes a strategy of fastdp.mechanisms, as Bisr(bands=4), not {noise!r}")
+
+
 class BlocksBudget(Budget):
     """What a run of correlated noise may spend. The step itself looks at it, as the kind of a step says too little."""
 
     def __init__(self, target_epsilon: float, delta: float, accountant: str, block: Block) -> None:
         super().__init__(target_epsilon, delta, accountant, (block.noise_multiplier, None, 0.0), block.steps)
-        self.block = block
+        self._within: list[Block] = [block]  # blocks that keep the budget
 
-    def covers(self, blocks: Sequence[Block]) -> bool:
-        """Whether these are no more than what was planned."""
-        last, planned = blocks[-1], self.block
-        same = last.participation == planned.participation and last.noise_multiplier >= planned.noise_multiplier
-        return len(blocks) == 1 and same and last.steps <= planned.steps
+    def covers(self, blocks: Sequence[Block], fits: Callable[[Sequence[Block]], bool]) -> bool:
+        """Whether these keep the budget. fits: tells it of any blocks, slowly: it is asked for many steps at once."""
+        *before, last = blocks
+        *known, most = self._within
+        if (before, last.steps <= most.steps, last[1:2], last[3:]) == (known, True, most[1:2], most[3:]):
+            return True
+        more = last.steps
+        while more and not fits([*before, last._replace(steps=last.steps + more)]):
+            more //= 2
+        if not more and not fits(blocks):
+            return False
+        self._within = [*before, last._replace(steps=last.steps + more)]
+        return True
 
     def check(self, history: Any, kind: Any) -> None:
         """Nothing: `CorrelatedStep.release` does it."""

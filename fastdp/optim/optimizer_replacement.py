@@ -114,7 +114,7 @@ def _note(former: PrivateStep, before: str, name: str, carried: bool) -> str:
     else:
         how = (
             "They stay spent, and epsilon() of this one does not count them: load_state_dict(old.state_dict()) hands "
-            "them on between two DPFTRL on one loader; else both epsilons add up, and both deltas"
+            "them on between optimizers with the same noise; else both epsilons add up, and both deltas"
         )
     return (
         f"{begin}, which has made {steps} noised step(s){_epsilon(former)}. {how}. The old one is detached: it refuses "

@@ -207,3 +207,89 @@ def test_cyclic_samples_want_a_banded_encoder() -> None:
         released = train(optimizer, model, loader, 2)
     assert blocks_of(optimizer) == [len(released)]
     assert 0 < optimizer.epsilon(1e-3) < math.inf
+
+
+def test_a_sample_drawn_before_is_no_new_one() -> None:
+    model = make_model()
+    loader = mechanisms.cyclic_poisson_loader(data(), batch_size=5, cycle=3)
+    optimizer = make(model, mechanisms.Independent())
+    place = loader.state_dict()
+    steps = len(train(optimizer, model, loader))
+    loader.load_state_dict(place)
+    with pytest.raises(StepError, match="very sample"):
+        train(optimizer, model, loader)
+    assert blocks_of(optimizer) == [steps]
+    train(optimizer, model, mechanisms.cyclic_poisson_loader(data(), batch_size=5, cycle=3))  # the remedy
+    assert blocks_of(optimizer) == [2 * steps]
+
+
+@pytest.mark.parametrize("kind", ["subset", "other", "list"])
+def test_other_records_under_the_same_numbers_begin_a_block(kind: str) -> None:
+    """A record would come again at another place of the cycle, and sooner than the loader promises."""
+    model = make_model()
+    optimizer = make(model, Bisr(4))
+    for number in range(2):
+        records: Any = data()
+        if kind == "subset":
+            records = torch.utils.data.Subset(records, torch.randperm(RECORDS).tolist())
+        elif kind == "other":
+            records = TensorDataset(torch.randn(RECORDS, 5), torch.arange(RECORDS) % 3)
+        else:
+            records = [(torch.randn(5), n % 3) for n in range(RECORDS)]
+        train(optimizer, model, mechanisms.fixed_order_loader(records, batch_size=BATCH))
+        assert blocks_of(optimizer) == [3] * (number + 1)
+    promises = [block.participation for block in optimizer._privacy.mechanism.all.values()]
+    assert promises[0] != promises[1]
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, place: int) -> Any:
+        return torch.as_tensor(np.random.default_rng().standard_normal(5), dtype=torch.float32), place % 3
+
+
+def test_records_that_are_read_differently_each_time_are_of_one_loader() -> None:
+    model = make_model()
+    optimizer = make(model, Bisr(4))
+    loader = mechanisms.fixed_order_loader(Noisy(), batch_size=BATCH)
+    train(optimizer, model, loader, 2)
+    assert blocks_of(optimizer) == [6]
+    again = mechanisms.fixed_order_loader(Noisy(), batch_size=BATCH)
+    again.load_state_dict(loader.state_dict())  # of a run that goes on
+    train(optimizer, model, again)
+    assert blocks_of(optimizer) == [6, 3]
+
+
+def test_what_a_strategy_is_stays_as_it_was_made() -> None:
+    for strategy in (Lambda(0.9), mechanisms.Banded(2, coefficients=[1.0, 0.3])):
+        with pytest.raises(ValueError, match="read-only"):
+            strategy.weights[1] = 0.0
+
+
+def test_a_budget_of_a_run_that_begins_within_a_pass() -> None:
+    model = make_model()
+    loader = mechanisms.fixed_order_loader(data(), batch_size=10, shuffle_within=6)
+    budget = {"noise_multiplier": None, "target_epsilon": 2.0, "delta": 1e-3, "steps": 7, "loader": loader}
+    optimizer = make(model, Lambda(0.9), **budget)
+    loader.load_state_dict({"pass": 0, "step": 4})
+    with pytest.raises(StepError, match="budget is spent"):
+        train(optimizer, model, loader, 3)
+    assert blocks_of(optimizer)[0] < 7
+    assert optimizer.epsilon(1e-3) <= 2.0
+
+
+def test_what_has_no_accounting_is_refused_before_a_step() -> None:
+    model = make_model()
+    optimizer = make(model, mechanisms.Independent())
+    steps = len(train(optimizer, model, mechanisms.cyclic_poisson_loader(data(), batch_size=5, cycle=3)))
+    with pytest.raises(AccountingError, match="one run"):
+        train(optimizer, model, mechanisms.balls_in_bins_loader(data(), batch_size=10))
+    assert blocks_of(optimizer) == [steps]
+    optimizer.detach()
+    with pytest.raises(AccountingError, match="negative"):
+        later = mechanisms.Banded(3, coefficients=[1, 0.3, -0.05])
+        train(make(model, later), model, mechanisms.balls_in_bins_loader(data(), batch_size=10))
+    with pytest.raises(TypeError, match="strategy of fastdp.mechanisms"):
+        make(model, Bisr)
