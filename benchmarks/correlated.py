@@ -276,7 +276,7 @@ def main(command: Sequence[str] | None = None) -> None:
             found += accuracies(task, run, seeds)
             print(".", end="", flush=True)
         ordered = [run for run in runs_of(compared[-1], passes) if run.cycle is None]
-        for timed in (task, *[wide(task)] * (task.name == "digits")):
+        for timed in (task, *[wide(task)] * (task.name == "digits" and not options.quick)):
             found += step_times(timed, ordered, rounds)
         if options.out:
             append(options.out, [{**row, **about} for row in found], (*COLUMNS, *about))
