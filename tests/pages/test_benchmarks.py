@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import sys
 import weakref
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastdp
-from benchmarks import device, floor, host, kernels, smoke, timing, training
+from benchmarks import correlated, device, floor, host, kernels, smoke, timing, training
 from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.language import LSTM
 from benchmarks.models import Workload, class_losses
@@ -171,6 +172,33 @@ def test_what_users_run_on_a_gpu_runs_here(
         smoke.main(["--device", "cpu", "--out", str(tmp_path / "smoke.csv")])
     found = {row["case"]: row["result"] for row in rows_of(tmp_path / "smoke.csv")}
     assert ended.value.code == 1 and found == {"still": "AssertionError: 0.weight has not moved", "loop": "ok"}
+
+
+def test_rows_of_correlated_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    out = tmp_path / "correlated.csv"
+    correlated.main(["--quick", "--out", str(out)])
+    rows = rows_of(out)
+    found = {(row["noise"], row["records"].split()[0]) for row in rows if row["what"] == "accuracy"}
+    assert {kind for kind, _ in found} >= {"none", "Independent()", "TreeAggregation()"} and len(found) == 5
+    assert sum(row["records"].startswith("Poisson") for row in rows) == 2  # seeds
+    assert all(0 < float(row["value"]) <= 1 for row in rows if row["what"] == "accuracy")
+    assert {row["extra_bytes"] for row in rows if row["what"] == "step"} == {"0"}
+    assert "+-" in capsys.readouterr().out
+
+
+def test_the_data_and_the_rate_of_correlated_noise() -> None:
+    ids, owners = correlated.lines(50)
+    assert ids.shape == (50 * len(correlated.MODULES), correlated.LENGTH) and (owners.bincount() == 50).all()
+    assert 0 <= ids.min() and ids.max() < correlated.BUCKETS and (ids[:, :18] > 0).all()
+    for best in (0.1, 0.9, 0.011):  # in the middle, above and below
+        tried: list[float] = []
+
+        def score(rate: float, best: float = best, tried: list[float] = tried) -> float:
+            tried.append(rate)
+            return -abs(math.log(rate / best))
+
+        assert correlated.best_rate(score, 0.1) == pytest.approx(best, rel=0.02) and len(set(tried)) == len(tried) <= 6
 
 
 @pytest.mark.parametrize(("lora", "copies"), [(0, 1), (4, 1), (0, 2)])
