@@ -8,6 +8,7 @@ what the sum is noised by changes, another block begins, independent of all befo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import secrets
@@ -300,11 +301,14 @@ class BlocksBudget(Budget):
         *known, most = self._within
         if (before, last.steps <= most.steps, last[1:2], last[3:]) == (known, True, most[1:2], most[3:]):
             return True
-        more = last.steps
-        while more and not fits([*before, last._replace(steps=last.steps + more)]):
-            more //= 2
-        if not more and not fits(blocks):
+        if not fits(blocks):
             return False
+        more = last.steps
+        while more:
+            with contextlib.suppress(StepError):  # a matrix has no more steps
+                if fits([*before, last._replace(steps=last.steps + more)]):
+                    break
+            more //= 2
         self._within = [*before, last._replace(steps=last.steps + more)]
         return True
 

@@ -280,6 +280,24 @@ def test_a_budget_of_a_run_that_begins_within_a_pass() -> None:
     assert optimizer.epsilon(1e-3) <= 2.0
 
 
+def test_a_budget_looks_ahead_of_many_steps_and_no_further_than_a_matrix() -> None:
+    loader = mechanisms.fixed_order_loader(data(), batch_size=BATCH)
+    strategy = Matrix(np.eye(9))
+    budget = {"noise_multiplier": None, "target_epsilon": 2.0, "delta": 1e-3, "epochs": 3, "loader": loader}
+    model = make_model()
+    first = make(model, strategy, seed=None, **budget)
+    train(first, model, loader)
+    state = first.state_dict()
+    first.detach()
+    second = make(model, strategy, seed=None, **budget)
+    second.load_state_dict(state)  # without the key: another block
+    asked, spent = [], second._privacy._spent
+    second._privacy._spent = lambda blocks, delta: asked.append(blocks) or spent(blocks, delta)
+    train(second, model, loader, 2)
+    assert blocks_of(second) == [3, 6] and len(asked) <= 8
+    assert second.epsilon(1e-3) == pytest.approx(2.0, rel=3e-3)
+
+
 def test_what_has_no_accounting_is_refused_before_a_step() -> None:
     model = make_model()
     optimizer = make(model, mechanisms.Independent())
