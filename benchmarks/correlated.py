@@ -53,8 +53,8 @@ EPSILONS, DELTA, SEEDS = (1.0, 3.0, 8.0), 1e-5, 5
 STEPS, PASSES = 16, 10  # steps of a pass
 MODULES = ("_pydecimal", "argparse", "doctest", "inspect", "tarfile", "typing")
 BUCKETS, LENGTH = 1024, 40  # of trigrams: how many, and how many of a line
-COLUMNS = ("what", "task", "momentum", "epsilon", "noise", "records", "draws", "noise_multiplier", "error", "rate", "seed",
-           "value", "extra_bytes")  # fmt: skip
+COLUMNS = ("what", "task", "momentum", "epsilon", "noise", "records", "draws", "noise_multiplier", "error", "rate",
+           "seed", "value", "extra_bytes")  # fmt: skip
 
 Part = tuple[Tensor, Tensor]
 
@@ -235,7 +235,8 @@ def step_times(task: Task, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
     for run in runs:
         name = repr(run.strategy)
         yield {"what": "step", "task": task.name, "momentum": task.momentum, **run.told, "epsilon": "-",
-               "noise_multiplier": "-", "error": "-", "value": f"{spent[name] / spent[alone]:.3f}", "extra_bytes": held[name] - held[alone]}  # fmt: skip
+               "noise_multiplier": "-", "error": "-",
+               "value": f"{spent[name] / spent[alone]:.3f}", "extra_bytes": held[name] - held[alone]}  # fmt: skip
 
 
 def wide(task: Task) -> Task:
