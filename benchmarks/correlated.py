@@ -14,7 +14,7 @@ paid for: epsilon is of one run whose rate is known, which favours no mechanism.
 
 `step`: the median time of a step relative to that of independent noise, and the tensors that are there after steps,
 in bytes, less those with independent noise: past normals are drawn again, not kept. `error` is the one of `compare`,
-which knows nothing of the task: of sums of gradients, hence of SGD without momentum.
+which knows nothing of the task: of sums of gradients, hence of SGD without momentum (`--momentum 0`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from fastdp.mechanisms import (
 
 from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
 
-EPSILONS, DELTA, SEEDS, MOMENTUM = (1.0, 3.0, 8.0), 1e-5, 5, 0.9
+EPSILONS, DELTA, SEEDS = (1.0, 3.0, 8.0), 1e-5, 5
 STEPS, PASSES = 16, 10  # steps of a pass
 MODULES = ("_pydecimal", "argparse", "doctest", "inspect", "tarfile", "typing")
 BUCKETS, LENGTH = 1024, 40  # of trigrams: how many, and how many of a line
-COLUMNS = ("what", "task", "epsilon", "noise", "records", "draws", "noise_multiplier", "error", "rate", "seed", "value",
-           "extra_bytes")  # fmt: skip
+COLUMNS = ("what", "task", "momentum", "epsilon", "noise", "records", "draws", "noise_multiplier", "error", "rate",
+           "seed", "value", "extra_bytes")  # fmt: skip
 
 Part = tuple[Tensor, Tensor]
 
@@ -79,11 +79,12 @@ class Lines(nn.Module):
 
 
 class Task(NamedTuple):
-    """What is learned: a model, the clipping norm, the rate from which others are tried, the data in three parts."""
+    """A model, clipping norm and momentum, the rate from which others are tried, and the data in three parts."""
 
     name: str
     build: Callable[[], nn.Module]
     norm: float
+    momentum: float
     rate: float
     train: Part
     validation: Part
@@ -112,17 +113,19 @@ def lines(each: int = 1000) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(owners)
 
 
-def tasks() -> Iterator[Task]:
-    """Both tasks, with the parts of their data drawn once."""
+def tasks(names: Sequence[str], momentum: float) -> Iterator[Task]:
+    """The tasks of these names, with the parts of their data drawn once."""
     mlp = lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
     for name, data, build, norm, rate, sizes in (
-        ("digits", digits, mlp, 0.3, 0.1, (1200, 250)),
-        ("lines", lines, Lines, 0.1, 3.0, (4000, 1000)),
+        ("digits", digits, mlp, 0.3, 1.0, (1200, 250)),
+        ("lines", lines, Lines, 0.1, 30.0, (4000, 1000)),
     ):
+        if name not in names:
+            continue
         x, y = data()
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         parts = [(x[part], y[part]) for part in order.tensor_split([sizes[0], sum(sizes)])]
-        yield Task(name, build, norm, rate, *parts)
+        yield Task(name, build, norm, momentum, float(f"{rate * (1 - momentum):.3g}"), *parts)
 
 
 def loader_for(task: Task, strategy: Any, cycle: int | None, seed: int) -> tuple[Any, Any]:
@@ -151,8 +154,9 @@ class Run(NamedTuple):
         torch.manual_seed(seed)
         model = task.build()
         loader, noise = loader_for(task, self.strategy, self.cycle, seed)
-        optimizer = fastdp.DPSGD(model, lr=rate, momentum=MOMENTUM, noise_multiplier=self.noise_multiplier,
-                                 max_grad_norm=task.norm, noise=noise, seed=seed)  # fmt: skip
+        optimizer = fastdp.DPSGD(model, lr=rate, momentum=task.momentum,
+                                 noise_multiplier=self.noise_multiplier, max_grad_norm=task.norm,
+                                 noise=noise, seed=seed)  # fmt: skip
         return model, optimizer, loader
 
     def accuracy(self, task: Task, rate: float, seed: int, part: Part) -> float:
@@ -204,7 +208,8 @@ def accuracies(task: Task, run: Run, seeds: int) -> Iterator[Row]:
     rate = best_rate(lambda rate: run.accuracy(task, rate, seeds, task.validation), task.rate)
     for seed in range(seeds):
         value = run.accuracy(task, rate, seed, task.test)
-        yield {"what": "accuracy", "task": task.name, **run.told, "rate": rate, "seed": seed, "value": f"{value:.4f}"}
+        yield {"what": "accuracy", "task": task.name, "momentum": task.momentum, **run.told, "rate": rate, "seed": seed,
+               "value": f"{value:.4f}"}  # fmt: skip
 
 
 def tensors() -> int:
@@ -229,7 +234,8 @@ def step_times(task: Task, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
     spent, alone = interleaved(steps, torch.device("cpu"), rounds), repr(Independent())
     for run in runs:
         name = repr(run.strategy)
-        yield {"what": "step", "task": task.name, **run.told, "epsilon": "-", "noise_multiplier": "-", "error": "-",
+        yield {"what": "step", "task": task.name, "momentum": task.momentum, **run.told, "epsilon": "-",
+               "noise_multiplier": "-", "error": "-",
                "value": f"{spent[name] / spent[alone]:.3f}", "extra_bytes": held[name] - held[alone]}  # fmt: skip
 
 
@@ -259,10 +265,13 @@ def main(command: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="one pass over the digits, few mechanisms")
+    parser.add_argument("--tasks", nargs="+", default=["digits", "lines"])
+    parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
+    parser.add_argument("--momentum", type=float, default=0.9)
     options = parser.parse_args(command)
     warnings.simplefilter("ignore")
     require_kernels()
-    epsilons, passes, seeds, rounds = ((8.0,), 1, 2, 1) if options.quick else (EPSILONS, PASSES, SEEDS, 41)
+    epsilons, passes, seeds, rounds = ((8.0,), 1, 2, 1) if options.quick else (options.epsilons, PASSES, SEEDS, 41)
     few = [Independent(), TreeAggregation(), Banded(2, steps=STEPS)] if options.quick else None
     compared = [
         compare(steps=passes * STEPS, epochs=passes, target_epsilon=epsilon, delta=DELTA, strategies=few)
@@ -270,7 +279,7 @@ def main(command: Sequence[str] | None = None) -> None:
     ]
     none = Run(Independent(), 0.0, None, passes, {"epsilon": "-", "noise": "none", "records": "fixed order"})
     about, rows = versions(), list[Row]()
-    for task in itertools.islice(tasks(), 1 if options.quick else None):
+    for task in tasks(["digits"] if options.quick else options.tasks, options.momentum):
         found: list[Row] = []
         for run in [none, *(run for one in compared for run in runs_of(one, passes))]:
             found += accuracies(task, run, seeds)
