@@ -8,6 +8,7 @@ True
 (1.0, [(1, -0.9)])
 """
 
+from ..accounting.participation import Participation
 from .banded import Banded
 from .comparison import Comparison, compare
 from .correlated_privacy import Block, epsilon_of_blocks, noise_multiplier_for_strategy
@@ -33,6 +34,7 @@ __all__ = [
     "Lambda",
     "Matrix",
     "NegativeBinomialRuns",
+    "Participation",
     "PoissonRuns",
     "Strategy",
     "Tree",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from ..accounting.participation import Participation
 from .banded import Banded
 from .correlated_privacy import amplified, noise_multiplier_for_strategy
-from .encoders import Toeplitz, whole
+from .encoders import Toeplitz, number_in, whole
 from .sensitivity import sensitivity
 from .strategies import Bisr, Independent, Lambda, Strategy, TreeAggregation
 
@@ -57,12 +57,14 @@ class Comparison(NamedTuple):
         epsilon: of all mechanisms.
         delta: of all mechanisms.
         rows: the mechanisms, from the smallest error on.
+        momentum: of the sums.
     """
 
     steps: int
     epsilon: float
     delta: float
     rows: tuple[Row, ...]
+    momentum: float = 0.0
 
     @property
     def best(self) -> Row:
@@ -84,7 +86,7 @@ class Comparison(NamedTuple):
         return "\n".join(
             [
                 f"{self.steps} steps, epsilon {self.epsilon:g} at delta {self.delta:g}; error: the noise of sums of "
-                "gradients, in clipping norms",
+                "gradients, in clipping norms" + f", by momentum {self.momentum:g}" * bool(self.momentum),
                 *table,
                 f"Take {self.best.strategy!r}, {self.best.records}: it has the smallest error.",
             ]
@@ -104,7 +106,7 @@ class Comparison(NamedTuple):
         figure = Figure(figsize=(6.4, 4.4), layout="constrained")
         axes = figure.add_subplot()
         for row in self.rows:
-            noise = row.noise_multiplier * prefix_noise(row.strategy, self.steps)
+            noise = row.noise_multiplier * prefix_noise(row.strategy, self.steps, self.momentum)
             axes.plot(np.arange(1, self.steps + 1), noise, label=f"{row.strategy!r}, {row.records}")
         axes.set(xlabel="step", ylabel="noise of the sum so far (clipping norms)", yscale="log")
         axes.set_title(f"epsilon {self.epsilon:g} at delta {self.delta:g}", fontsize=10)
@@ -121,14 +123,16 @@ def compare(
     participation: Participation | None = None,
     target_epsilon: float,
     delta: float,
+    momentum: float = 0.0,
+    sampled: bool = True,
     strategies: Sequence[Strategy] | None = None,
     accountant: str = "prv",
 ) -> Comparison:
     """Compare mechanisms at the same epsilon, and say which one to take.
 
-    The error is that of sums of gradients, which is what SGD without momentum adds to the weights. There are mechanisms
-    for the participation that is given, and such as need a loader that samples, with the same expected batch size:
-    independent noise with Poisson sampling (DP-SGD), and the best of Banded with as many steps in a cycle as bands.
+    The error is that of sums of gradients, which is what SGD adds to the weights. There are mechanisms for the
+    participation that is given, and such as need a loader that samples, with the same expected batch size: independent
+    noise with Poisson sampling (DP-SGD), and the best of Banded with as many steps in a cycle as bands.
 
     Args:
         steps: of the run.
@@ -136,6 +140,8 @@ def compare(
         participation: how records take part, instead of `epochs`.
         target_epsilon: of the run.
         delta: in (0, 1).
+        momentum: of SGD, in [0, 1). The sums are then of gradients averaged by it.
+        sampled: whether there are mechanisms that need a loader which samples, beside those that are asked for.
         strategies: to compare with DP-SGD. None: independent noise, a tree, and Lambda, Bisr and Banded with the
             settings that are best for the run, of those that fit the participation.
         accountant: as of `epsilon_of_blocks`. With balls in bins, it takes minutes.
@@ -156,6 +162,8 @@ def compare(
         period = -(-steps // epochs)
         participation = Participation("fixed order", period, period)
 
+    number_in("momentum", momentum, 0, 1)
+
     def row(strategy: Strategy, part: Participation) -> Row:
         sigma = noise_multiplier_for_strategy(
             strategy, target_epsilon=target_epsilon, delta=delta, steps=steps, participation=part, accountant=accountant
@@ -163,22 +171,23 @@ def compare(
         sampled = part.kind == "cyclic Poisson"
         moved = amplified(strategy, steps, part.period)[0] if sampled else sensitivity(strategy, steps, part, 0)
         draws = _draws(strategy, steps)
-        return Row(strategy, part, moved, sigma, sigma * _error(strategy, steps), draws)
+        return Row(strategy, part, moved, sigma, sigma * _error(strategy, steps, momentum), draws)
 
     rate = participation.rate / participation.period  # of a record, in each step
-    rows = [row(Independent(), Participation("cyclic Poisson", 1, 1, rate))]
+    rows = [row(Independent(), Participation("cyclic Poisson", 1, 1, rate))] if sampled else []
     if strategies is None:
         bands = [number for number in _BANDS[:4] if number <= min(1 / rate, steps)]
         cycles = (Participation("cyclic Poisson", number, number, number * rate) for number in bands)
-        rows += _smallest(row(Banded(part.period, steps=steps), part) for part in cycles)
+        if sampled:
+            rows += _smallest(row(Banded(part.period, steps=steps), part) for part in cycles)
         if participation.kind == "cyclic Poisson":
             bands = [number for number in bands if number < participation.period]
             rows += _smallest(row(Banded(number, steps=steps), participation) for number in bands)
         else:
-            strategies = _suited(steps, participation)
+            strategies = _suited(steps, participation, momentum)
     rows += [row(strategy, participation) for strategy in strategies or ()]
     rows.sort(key=lambda found: found.error)
-    return Comparison(steps, target_epsilon, delta, tuple(rows))
+    return Comparison(steps, target_epsilon, delta, tuple(rows), momentum)
 
 
 def _smallest(rows: Iterable[Row]) -> list[Row]:
@@ -186,29 +195,38 @@ def _smallest(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: row.error)[:1]
 
 
-def _suited(steps: int, participation: Participation) -> list[Strategy]:
+def _suited(steps: int, participation: Participation, momentum: float) -> list[Strategy]:
     """A strategy of each kind, with the settings that are best without amplification."""
     from scipy.optimize import minimize_scalar
 
     def cost(strategy: Strategy) -> float:
-        return _error(strategy, steps) * sensitivity(strategy, steps, participation, 0)
+        return _error(strategy, steps, momentum) * sensitivity(strategy, steps, participation, 0)
 
     found = minimize_scalar(lambda power: cost(Lambda(1 - math.exp(power))), bounds=(-9, -0.05), method="bounded")
     bands = [number for number in _BANDS if number <= steps]
-    makers: tuple[Callable[[int], Strategy], ...] = (
-        Bisr,
-        lambda number: Banded(number, steps=steps, participation=participation),
+    kinds: tuple[list[Strategy], ...] = (
+        [Bisr(number, momentum=of) for of in {0.0, momentum} for number in bands],
+        [Banded(number, steps=steps, participation=participation) for number in bands],
     )
-    best = [min(map(maker, bands), key=cost) for maker in makers if bands]
+    best = [min(kind, key=cost) for kind in kinds]
     return [Independent(), TreeAggregation(), Lambda(round(1 - math.exp(found.x), 4)), *best]
 
 
-def prefix_noise(strategy: Strategy, steps: int) -> np.ndarray:
-    """Return the standard deviation of the noise of the sum over the first 1, ..., `steps` steps, at noise of 1."""
+def prefix_noise(strategy: Strategy, steps: int, momentum: float = 0.0) -> np.ndarray:
+    """Return the standard deviation of the noise of the sum over the first 1, ..., `steps` steps, at noise of 1.
+
+    momentum: the sum is of averages m_t = momentum m_(t-1) + (1 - momentum) g_t.
+    """
+    from scipy.signal import lfilter
+
     if isinstance(strategy, Toeplitz):
         rows = np.zeros(steps)
         rows[: len(strategy.weights)] = strategy.weights[:steps]
-        return np.sqrt(np.cumsum(rows.cumsum() ** 2))
+        rows = lfilter([1 - momentum], [1.0, -momentum], rows)
+        return np.sqrt(np.cumsum(rows.cumsum() ** 2))  # type: ignore[no-any-return]
+    if momentum:
+        averaged = lfilter([1 - momentum], [1.0, -momentum], strategy.rows(steps), axis=0)
+        return np.linalg.norm(averaged.cumsum(axis=0), axis=1)
     found, total, sums = np.zeros(steps), 0.0, np.zeros(steps)
     for step in range(steps):
         own, earlier = strategy.noise_row(step)
@@ -220,8 +238,8 @@ def prefix_noise(strategy: Strategy, steps: int) -> np.ndarray:
     return np.sqrt(np.maximum(found, 0))
 
 
-def _error(strategy: Strategy, steps: int) -> float:
-    return float(np.sqrt(np.mean(prefix_noise(strategy, steps) ** 2)))
+def _error(strategy: Strategy, steps: int, momentum: float) -> float:
+    return float(np.sqrt(np.mean(prefix_noise(strategy, steps, momentum) ** 2)))
 
 
 def _draws(strategy: Strategy, steps: int) -> float:

@@ -84,6 +84,22 @@ def test_settings_are_the_best_of_their_kind(found: Comparison) -> None:
 )
 def test_the_noise_of_sums(strategy: Strategy) -> None:
     assert np.allclose(prefix_noise(strategy, 30), np.linalg.norm(strategy.rows(30).cumsum(axis=0), axis=1))
+    average, averages = np.zeros(30), []
+    for row in strategy.rows(30):
+        average = 0.9 * average + 0.1 * row
+        averages.append(average)
+    by_momentum = np.linalg.norm(np.cumsum(averages, axis=0), axis=1)
+    assert np.allclose(prefix_noise(strategy, 30, 0.9), by_momentum)
+
+
+def test_without_loaders_that_sample_and_with_momentum() -> None:
+    found = compare(steps=60, epochs=3, target_epsilon=2.0, delta=1e-5, momentum=0.9, sampled=False)
+    assert {row.participation.kind for row in found.rows} == {"fixed order"}
+    assert found.momentum == 0.9 and "momentum 0.9" in str(found)
+    plain = compare(steps=60, epochs=3, target_epsilon=2.0, delta=1e-5, sampled=False)
+    assert found.best.error < plain.best.error  # averages have less noise
+    with pytest.raises(ValueError, match="momentum"):
+        compare(steps=60, epochs=3, target_epsilon=2.0, delta=1e-5, momentum=1.0)
 
 
 def test_mechanisms_that_do_not_fit() -> None:
