@@ -80,7 +80,11 @@ def cases() -> Iterator[tuple[str, Strategy, Participation]]:
     yield "TreeAggregation()", TreeAggregation(), fixed(24)
     yield "TreeAggregation()", TreeAggregation(), fixed(STEPS)
     random = np.random.default_rng(0)
-    yield "Matrix, random, C >= 0", Matrix(encoder=np.tril(random.random((STEPS, STEPS))) + np.eye(STEPS)), fixed(24)
+    yield (
+        "Matrix, random, C >= 0",
+        Matrix(encoder=np.tril(random.random((STEPS, STEPS))) + 9 * np.eye(STEPS)),
+        fixed(24),
+    )
     signed = Matrix(encoder=np.tril(random.standard_normal((STEPS, STEPS))) + 9 * np.eye(STEPS))
     yield "Matrix, random, signed", signed, fixed(24)
     yield "Matrix, random, signed", signed, apart(24)
