@@ -62,7 +62,7 @@ def test_the_records_do_not_depend_on_the_number_of_ranks(case, ranks):
 def test_loaders_for_correlated_noise_deal_one_batch_to_all(ranks):
     """Ranks agree on the key of a secret deal, make as many batches, and take each record of a pass once."""
     for kind, ((mark, mine), (other, others)) in enumerate(zip(*(each["cycles"] for each in ranks.of(2)), strict=True)):
-        assert mark == other and len(mine) == len(others)
+        assert mark.partition("|")[0] == other.partition("|")[0] and len(mine) == len(others)  # | of a stream's loader
         if kind == 2:  # cyclic Poisson
             together = [{*a, *b} for a, b in zip(mine, others, strict=True)]
             assert all({number % 4 for number in batch} <= {step % 4} for step, batch in enumerate(together))
