@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 from ..errors import AccountingError
+from .noise_search import smallest_noise
 
 ACCOUNTANTS = ("prv", "rdp", "gdp")
 # A run of equal steps: (noise multiplier, sample rate, steps). Where batches have a largest size, a fourth number is
@@ -287,40 +288,16 @@ def noise_multiplier_for(
                     target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
                     truncation=truncation, history=history,
                 )  # fmt: skip
-    low, high, below = 0.0, start, math.inf
-    while (above := spent(high)) > target_epsilon:
-        low, high, below = high, high * 2, above
-        if high > 1e4:
-            raise AccountingError(
-                f"epsilon {target_epsilon} at delta {delta} needs a noise multiplier above 1e4 at sample rate "
-                f"{sample_rate} and {steps} steps ({accountant}); take fewer steps, a lower rate or a larger delta"
-                + ", or a larger max_batch_size of the loader"
-                * bool(truncation)
-            )
     precision = tolerance * min(1.0, target_epsilon) / 10
-    while high - low > 1e-4 * high and target_epsilon - above >= precision:
-        middle = _between(low, high, below, above, target_epsilon - precision / 2)
-        epsilon = spent(middle)
-        if epsilon > target_epsilon:
-            low, below = middle, epsilon
-        else:
-            high, above = middle, epsilon
-    return high
-
-
-def _between(low: float, high: float, below: float, above: float, wanted: float) -> float:
-    """Where epsilon may be as wanted: on the line through the ends, in logarithms, but well within them.
-
-    Args: epsilon is `below` at the noise multiplier `low` and `above` at `high`; infinite if unknown.
-    """
-    if not (above > 0 and wanted > 0):
-        return (low + high) / 2
-    slope = 1.0
-    if low > 0 and below < math.inf:
-        slope = math.log(below / above) / math.log(high / low)
-    guess = high * (above / wanted) ** (1 / max(slope, 0.1))
-    margin = (high - low) / 50
-    return min(max(guess, low + margin), high - margin) if low > 0 else max(guess, high / 4)
+    found = smallest_noise(spent, target_epsilon, start=start, precision=precision, nearest=1e-4, most=1e4)
+    if found is None:
+        raise AccountingError(
+            f"epsilon {target_epsilon} at delta {delta} needs a noise multiplier above 1e4 at sample rate "
+            f"{sample_rate} and {steps} steps ({accountant}); take fewer steps, a lower rate or a larger delta"
+            + ", or a larger max_batch_size of the loader"
+            * bool(truncation)
+        )
+    return found
 
 
 def check_options(noise_multiplier: Any, expected_batch_size: Any, sample_rate: Any, gamma: Any) -> None:

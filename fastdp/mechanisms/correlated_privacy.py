@@ -28,7 +28,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from ..accounting import History, _between, epsilon_by, epsilon_of
+from ..accounting import History, epsilon_by, epsilon_of
+from ..accounting.noise_search import smallest_noise
 from ..accounting.participation import KINDS, Block, Participation
 from ..accounting.runs import finite
 from ..errors import AccountingError
@@ -249,20 +250,12 @@ def noise_multiplier_for_strategy(
         block = Block("", sigma, steps, participation, 0)
         return epsilon_of_blocks(strategy, [block], delta, accountant)
 
-    precision = 1e-2 if participation.kind == "balls in bins" else 2e-3
-    low, high, below = 0.0, max(1.0, sensitivity(strategy, steps, participation, 0)), math.inf
-    while (above := spent(high)) > target_epsilon:
-        low, high, below = high, 2 * high, above
-        if high > 1e6:
-            raise AccountingError(
-                f"no noise multiplier below 1e6 keeps to epsilon {target_epsilon:g} at delta {delta:g}: take a larger "
-                "epsilon or delta, or fewer steps"
-            )
-    while high - low > 1e-6 * high and above < target_epsilon * (1 - precision):
-        middle = _between(low, high, below, above, target_epsilon * (1 - precision / 2))
-        epsilon = spent(middle)
-        if epsilon > target_epsilon:
-            low, below = middle, epsilon
-        else:
-            high, above = middle, epsilon
-    return high
+    precision = target_epsilon * (1e-2 if participation.kind == "balls in bins" else 2e-3)
+    start = max(1.0, sensitivity(strategy, steps, participation, 0))
+    found = smallest_noise(spent, target_epsilon, start=start, precision=precision, nearest=1e-6, most=1e6)
+    if found is None:
+        raise AccountingError(
+            f"no noise multiplier below 1e6 keeps to epsilon {target_epsilon:g} at delta {delta:g}: take a larger "
+            "epsilon or delta, or fewer steps"
+        )
+    return found
