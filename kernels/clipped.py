@@ -58,7 +58,7 @@ def _put(p_out, total, mask, ADD: tl.constexpr):
 @kernel
 def clipped_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
-    stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
+    stride_cl, stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     FLUSH: tl.constexpr, TYPE: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +66,7 @@ def clipped_kernel(
     FLUSH steps."""
     i_layer, i_split, o_o, o_i = _program(n_o, n_i, parts, BLOCK_O, BLOCK_I)
     p_a, p_g = start_of(p_a, i_layer, TYPE), start_of(p_g, i_layer, TYPE)
+    p_c += i_layer.to(tl.int64) * stride_cl
     o_step = tl.arange(0, BLOCK_T)
     m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
@@ -101,13 +102,14 @@ def upper(x):
 @kernel
 def clipped_rows_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
-    stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
+    stride_cl, stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
     TYPE: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """The same with the factor on each row of g, in float32: for samples of few rows."""
     i_layer, i_split, o_o, o_i = _program(n_o, n_i, parts, BLOCK_O, BLOCK_I)
     p_a, p_g = start_of(p_a, i_layer, TYPE), start_of(p_g, i_layer, TYPE)
+    p_c += i_layer.to(tl.int64) * stride_cl
     m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
     p_a += o_i.to(tl.int64)[None, :] * stride_ai
@@ -216,9 +218,15 @@ def _prescaled(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
     return torch.mm(g.flatten(0, 1).mT, a.flatten(0, 1))
 
 
+def factor_strides(c: Tensor) -> tuple[int, int]:
+    """From sample to sample, and from layer to layer, of factors [B] or [layers, B]."""
+    return c.stride(-1), c.stride(0) if c.dim() == 2 else 0
+
+
 def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile | None, parts: int | None,
             layers: Layers | None = None, outs: Tensor | None = None) -> None:  # fmt: skip
-    """Sums into `out`, or of several layers into the memory at the addresses `outs`, all with the strides of `out`."""
+    """Sums into `out`, or of several layers into the memory at the addresses `outs`, all with the strides of `out`.
+    c: [B], or [layers, B]."""
     (batch, t, i), o = a.shape, g.size(2)
     p_a, p_g, count, type_ = (a, g, 1, None) if layers is None else (layers.a, layers.g, layers.count, layers.type)
     half = is_half(a)
@@ -236,8 +244,8 @@ def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile 
     if not by_rows:
         code, extra = clipped_kernel, {"PRECISION": precision(a), "FLUSH": max(CHUNK // tile.k, 1)}
     code[(count * parts * n_o * n_i,)](
-        p_a, p_g, c, part, batch, t, i, o, *a.stride(), *g.stride(), c.stride(0), *strides, n_o, n_i, parts, share,
-        BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, ADD=add and whole, **extra, TYPE=type_,
+        p_a, p_g, c, part, batch, t, i, o, *a.stride(), *g.stride(), *factor_strides(c), *strides, n_o, n_i, parts,
+        share, BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, ADD=add and whole, **extra, TYPE=type_,
         OUT=at if whole else None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if not whole:

@@ -80,18 +80,27 @@ def linear_norm_sq(pairs: Sequence[Pair], method: str, units: float, tolerance: 
     return torch.stack([row for _, row in sorted(rows, key=lambda each: each[0])])
 
 
+def _factors_of(c: Tensor, places: list[int]) -> Tensor:
+    """The rows of factors [len(pairs), B] at these places; factors [B] as they are."""
+    if c.dim() == 1:
+        return c
+    first, last = places[0], places[-1]
+    return c[first : last + 1] if last - first + 1 == len(places) else torch.stack([c[place] for place in places])
+
+
 def linear_clipped_sum(pairs: list[Pair], c: Tensor, drop: bool = False) -> list[Tensor]:
-    """`clipped.linear_clipped_sum` of each pair, each in memory of its own. drop: pairs that are done are let go of."""
+    """`clipped.linear_clipped_sum` of each pair, each in memory of its own. c: [B], or [len(pairs), B]. drop: let go of
+    pairs that are done."""
     sums: list[Tensor] = [c] * len(pairs)
     for places in _groups(pairs, lambda a, g: 1 if not is_half(a) and float32_is_exact() else _most(a, g)):
         if len(places) == 1:
-            sums[places[0]] = clipped.linear_clipped_sum(*pairs[places[0]], c)
+            sums[places[0]] = clipped.linear_clipped_sum(*pairs[places[0]], c if c.dim() == 1 else c[places[0]])
         else:
             a, g = as_rows(*pairs[places[0]])  # of this group: others may have columns of zeros behind theirs
             outs = [torch.empty((g.size(2), a.size(2)), dtype=torch.float32, device=a.device) for _ in places]
             with torch.cuda.device_of(a):
                 layers, table = _layers(pairs, places, outs)
-                clipped._launch(a, g, c, outs[0], False, None, None, layers, table[0])
+                clipped._launch(a, g, _factors_of(c, places), outs[0], False, None, None, layers, table[0])
             del a, g
             for place, out in zip(places, outs, strict=True):
                 sums[place] = out
@@ -128,9 +137,10 @@ def square_sum(stacks: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_sum(stacks: list[Tensor], c: Tensor, drop: bool = False) -> list[Tensor]:
-    """`rows.weighted_sum` of each, in memory of its own. drop: the list is emptied."""
+    """`rows.weighted_sum` of each, in memory of its own. c: [B], or [len(stacks), B]. drop: the list is emptied."""
     if _alone(stacks):
-        sums = [rows.weighted_sum(stack, c) for stack in stacks]
+        each = [c] * len(stacks) if c.dim() == 1 else c.unbind()
+        sums = [rows.weighted_sum(stack, own) for stack, own in zip(stacks, each, strict=True)]
     else:
         first = stacks[0]
         batch, count = first.size(0), first[0].numel()
@@ -138,8 +148,8 @@ def weighted_sum(stacks: list[Tensor], c: Tensor, drop: bool = False) -> list[Te
         with torch.cuda.device_of(first):
             table = addresses(first.device, stacks, sums)
             rows.weighted_kernel[(triton.cdiv(count, rows.BLOCK), len(stacks))](
-                table[0], c, table[1], batch, count, count, 1, c.stride(0), SUM=tl.float32, BLOCK=rows.BLOCK,
-                TYPE=TYPES[first.dtype], num_warps=4,
+                table[0], c, table[1], batch, count, count, 1, *clipped.factor_strides(c), SUM=tl.float32,
+                BLOCK=rows.BLOCK, TYPE=TYPES[first.dtype], num_warps=4,
             )  # fmt: skip
     if drop:
         stacks.clear()

@@ -31,11 +31,12 @@ def square_kernel(p_x, p_out, B, N, n, stride_b, stride_n, PART: tl.constexpr, B
 
 
 @kernel
-def weighted_kernel(p_x, p_c, p_out, B, N, stride_b, stride_n, stride_c, SUM: tl.constexpr, BLOCK: tl.constexpr,
-                    TYPE: tl.constexpr):  # fmt: skip
+def weighted_kernel(p_x, p_c, p_out, B, N, stride_b, stride_n, stride_c, stride_cl, SUM: tl.constexpr,
+                    BLOCK: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
     """sum_b c_b x_b of a block of columns of one of the layers, samples in their order; those of factor 0 are not
     read."""
     p_x, p_out = start_of(p_x, tl.program_id(1), TYPE), start_of(p_out, tl.program_id(1), TYPE)
+    p_c += tl.program_id(1).to(tl.int64) * stride_cl
     o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], SUM)
     for b in range(B):
@@ -85,7 +86,7 @@ def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
     out = torch.empty(count, dtype=rows.dtype, device=rows.device)
     with torch.cuda.device_of(rows):
         weighted_kernel[(triton.cdiv(count, BLOCK), 1)](
-            numbers, c, out, batch, count, *numbers.stride(), c.stride(0),
+            numbers, c, out, batch, count, *numbers.stride(), c.stride(0), 0,
             SUM=tl.float64 if rows.dtype == torch.float64 else tl.float32, BLOCK=BLOCK, TYPE=None,
             num_warps=4,
         )  # fmt: skip

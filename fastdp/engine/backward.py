@@ -373,7 +373,7 @@ class Backward:
             gradients.doubts = doubts
             if tape.early is not None:
                 gradients.taken = tape.early.taken
-                self._early_plans = {number: each.plan for number, each in tape.early.taken.items()}
+                self._early_plans = {number: each.plan for number, each in tape.early.taken.items() if each.plan}
             del uses, held, tape  # nobody else holds the data of a backward
             if self.on_end is not None:
                 self.others.end()

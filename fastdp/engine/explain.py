@@ -44,7 +44,7 @@ class Plan:
 
     def __init__(self, gradients: Gradients, before: Plan | None = None) -> None:
         self._people = gradients.people
-        self._early: list[Plan] = [taken.plan for taken in gradients.taken.values()]
+        self._early: list[Plan] = [taken.plan for taken in gradients.taken.values() if taken.plan]
         self._uses: list[tuple[Any, ...]]
         self._clocks = [use.clock for use in gradients.uses]
         self._key = [(id(u.operand), u.name, u.shape, u.route, u.batch, u.shared) for u in gradients.uses]

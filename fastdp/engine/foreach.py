@@ -5,6 +5,7 @@ What is kept of biases and norm layers becomes one matrix; products and convolut
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ..grad_sample.parameter_use import ParameterUse, Stored
 from ..ops.rows import square_sum, weighted_sum
 
 SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
+FEW = 1 << 20  # elements of a bundle, whose groups are taken at once, in float64
 
 
 def is_small(use: ParameterUse, parameter: Tensor) -> bool:
@@ -45,15 +47,35 @@ class Bundle:
         grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
         return cls([parameter for parameter, _ in members], grads, _shared_clock(members))
 
-    def norm_sq(self) -> Tensor:
-        """[B] float64, all members together."""
-        return square_sum(self.grads)
+    def norms_sq(self, several: bool) -> Tensor:
+        """Squared norms in float64: [members, B], or [1, B] of all together."""
+        if not several:
+            return square_sum(self.grads)[None]
+        if self.grads.numel() > FEW:
+            return torch.stack([square_sum(part) for part in self.grads.split(self._sizes(), 1)])
+        lengths = index(tuple(self._sizes()), self.grads.device)
+        return torch.segment_reduce(self.grads.T.double().square(), "sum", lengths=lengths, axis=0, unsafe=True)
+
+    def _sizes(self) -> list[int]:
+        return [p.numel() for p in self.members.values()]
+
+    def _weighted_sum(self, factors: Tensor) -> Tensor:
+        """[n]; factors: as of `clipped_sum`."""
+        if factors.size(0) == 1:
+            return weighted_sum(self.grads, factors[0])
+        sizes = self._sizes()
+        if self.grads.numel() > FEW:
+            parts = zip(self.grads.split(sizes, 1), factors, strict=True)
+            return torch.cat([weighted_sum(part, own) for part, own in parts])
+        lengths = index(tuple(sizes), factors.device)
+        each = factors.repeat_interleave(lengths, 0, output_size=sum(sizes)).T  # [B, n]
+        return torch.where(each == 0, 0, self.grads * each).sum(0)
 
     def clipped_sum(self, factors: Tensor, last: bool = False) -> dict[int, Tensor]:
         """{id(parameter): sum_b factors_b gradient_b}, each in memory of its own: they become `.grad`, which users may
-        save (with all of its storage) or resize."""
-        total = weighted_sum(self.grads, factors.to(self.grads.device))
-        sizes = [p.numel() for p in self.members.values()]
+        save (with all of its storage) or resize. factors: [members, B], or [1, B] for all."""
+        total = self._weighted_sum(factors.to(self.grads.device))
+        sizes = self._sizes()
         parts: tuple[Tensor, ...] = torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment, func-returns-value]
         found = dict(zip(self.members, parts, strict=True))
         for key, p in self.members.items():
@@ -77,10 +99,10 @@ class Abreast:
         first, *others = [use for _, use in members]
         return cls([parameter for parameter, _ in members], first.abreast(others), _shared_clock(members))
 
-    def norm_sq(self) -> Tensor:
-        """[B] float64, all members together."""
-        found = self.one.norm_sq()
-        return found.double().view(len(self.members), -1).sum(0)
+    def norms_sq(self, several: bool) -> Tensor:
+        """As of `Bundle`."""
+        found = self.one.norm_sq().double().view(len(self.members), -1)
+        return found if several else found.sum(0, keepdim=True)
 
     @property
     def lets_go(self) -> bool:
@@ -91,10 +113,45 @@ class Abreast:
         """As of `Bundle`."""
         one, factors = self.one, factors.to(self.one.operand.device)
         if isinstance(one, GroupedKernels):
-            return dict(zip(self.members, one.sums_abreast(len(self.members), factors, last), strict=True))
-        total = one.sums_abreast(len(self.members), factors)
+            same = factors.size(0) == 1
+            sums = one.sums_abreast(len(self.members), factors[0] if same else factors, last)
+            return dict(zip(self.members, sums, strict=True))
+        total = one.sums_abreast(len(self.members), factors.flatten())
         parts: tuple[Tensor, ...] = torch.unbind_copy(total)  # type: ignore[assignment, func-returns-value]
         return dict(zip(self.members, parts, strict=True))
+
+
+@functools.lru_cache(256)
+def index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Whole numbers on a device, which are copied there once."""
+    return torch.tensor(numbers, device=device)
+
+
+def rows_of(factors: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of factors [groups, B]; one of them if all are the same."""
+    first = rows[0]
+    if len({*rows}) == 1:
+        return factors[first : first + 1]
+    if list(rows) == list(range(first, first + len(rows))):
+        return factors[first : first + len(rows)]
+    return factors.index_select(0, index(tuple(rows), factors.device))
+
+
+def sums_by_group(parts: Sequence[Tensor], rows: Sequence[int], count: int) -> Tensor:
+    """The sum of the rows of each group, [count, B]; in the same order each time. rows: the group of each row of the
+    parts [n, B]."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if count == 1:
+        return whole.sum(0, keepdim=True)
+    if list(rows) == list(range(count)):
+        return whole
+    members: list[list[int]] = [[] for _ in range(count)]
+    for place, group in enumerate(rows):
+        members[group].append(place)
+    most = max(map(len, members))
+    places = tuple(place for own in members for place in [*own, *[len(rows)] * (most - len(own))])
+    whole = torch.cat([whole, whole.new_zeros(1, whole.size(1))])  # what fills up
+    return whole.index_select(0, index(places, whole.device)).view(count, most, -1).sum(1)
 
 
 def _shared_clock(members: Sequence[tuple[Tensor, ParameterUse]]) -> Clock | None:

@@ -24,7 +24,7 @@ from ..grad_sample.parameter_links import leaves_of, link_of, pull_back_sum
 from ..grad_sample.parameter_use import ParameterUse, Regrouped, Stored
 from ..grad_sample.planner import HeldBytes, Planner
 from ..grad_sample.routed_rows import Routed
-from .foreach import Abreast, Arrangement, Bundle, arrangement
+from .foreach import Abreast, Arrangement, Bundle, arrangement, rows_of, sums_by_group
 
 Arranged = dict[tuple[int, ...], Arrangement]  # by the ids of the parameters
 
@@ -119,64 +119,92 @@ class Gradients:
 
     def norm_sq(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squared norms of the per-sample gradients of these parameters together, [B] float64."""
-        total = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
+        return self.norms_sq([parameters])[0]
+
+    def norms_sq(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Squared norms of the per-sample gradients of each group of parameters, [groups, B] float64."""
         if not self.batch:
-            return total
-        for bundle in self.bundles(parameters):
+            return torch.zeros(len(groups), 0, dtype=torch.float64, device=self.device)
+        every, group_of = _grouped(groups)
+        parts, rows = list[Tensor](), list[int]()  # squared norms [n, B], and the group of each of their rows
+        for bundle in self.bundles(every):
+            own = [group_of[key] for key in bundle.members]
+            several = len(set(own)) > 1
             with bundle.clock or contextlib.nullcontext():
-                total += bundle.norm_sq().to(self.device)
-        for parameter in self.arrangement(parameters).apart:
+                parts.append(bundle.norms_sq(several).to(self.device))
+            rows += own if several else own[:1]
+        for parameter in self.arrangement(every).apart:
             uses = self.uses_of(parameter)
             with uses[-1].clock or contextlib.nullcontext():
-                total += joint_norm_sq(parameter, uses).to(self.device)
-        return total * self.scale**2
+                parts.append(joint_norm_sq(parameter, uses).to(self.device)[None])
+            rows.append(group_of[id(parameter)])
+        if not parts:
+            return torch.zeros(len(groups), self.batch, dtype=torch.float64, device=self.device)
+        return sums_by_group(parts, rows, len(groups)) * self.scale**2
 
     def clipped_sum(self, factors: Tensor, parameters: Sequence[Tensor], last: bool = False) -> dict[int, Tensor]:
-        """{id(parameter): sum_b factors_b gradient_b} in float32; parameters without a use are absent.
+        """`clipped_sums` of one group, factors [B]."""
+        return self.clipped_sums(factors[None], [parameters], last)
+
+    def clipped_sums(
+        self, factors: Tensor, groups: Sequence[Sequence[Tensor]], last: bool = False
+    ) -> dict[int, Tensor]:
+        """{id(parameter): sum_b factors[group, b] gradient_b} in float32; parameters without a use are absent.
 
         last: nothing more is asked for of these parameters, so that the data of each use is dropped after its sum.
         """
         total: dict[int, Tensor] = {}
-        scaled = factors * self.scale
         if not self.batch:
             return total
-        arranged = self.arrangement(parameters)
-        for bundle, (_, members) in zip(self.bundles(parameters), arranged.together, strict=True):
+        (every, group_of), scaled = _grouped(groups), factors * self.scale  # [groups, B]
+        arranged = self.arrangement(every)
+        for bundle, (_, members) in zip(self.bundles(every), arranged.together, strict=True):
             if last and isinstance(bundle, Abreast) and bundle.lets_go:
                 for _, place in members:
                     self.drop(place)
+            own = [group_of[key] for key in bundle.members]
             with bundle.clock or contextlib.nullcontext():
-                total.update(bundle.clipped_sum(scaled, last))
-        wanted = set(map(id, parameters)) if arranged.uses_apart else set()
+                total.update(bundle.clipped_sum(rows_of(scaled, own), last))
         apart = {id(p) for p in arranged.apart if _in_slices(p, self.uses_of(p))}
+        by_group = scaled.unbind()
         for place in arranged.uses_apart:
             use = self.use(place)
             leaves = leaves_of(use.operand)
-            ends = last and all(id(leaf) in wanted for leaf in leaves)
-            if ends:
+            wanted = [group_of.get(id(leaf)) for leaf in leaves]
+            if last and None not in wanted:
                 self.drop(place)
-            with use.clock or contextlib.nullcontext():
-                if id(leaves[0]) in apart:
-                    if id(leaves[0]) not in total:
-                        total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]))
-                    into = _place(use.operand, leaves[0], total[id(leaves[0])])
-                    part = use.clipped_sum(scaled.to(into.device), into)
-                    if part.data_ptr() != into.data_ptr():
-                        into.copy_(part)
-                    continue
-                sum_of = use.last_sum if ends and isinstance(use, Stored) else use.clipped_sum
-                part = sum_of(scaled.to(use.operand.device))
-                if use.operand is not leaves[0] and is_slice(use.operand, leaves):
-                    _add_slice(total, use.operand, leaves[0], part)
-                    continue
-                found = pull_back_sum(use.operand, part)
-            for key, value in found.items():
-                if key in wanted:
-                    total[key] = total[key] + value if key in total else value
+            for group in dict.fromkeys(wanted):
+                if group is not None:
+                    keys = {id(leaf) for leaf, own in zip(leaves, wanted, strict=True) if own == group}
+                    ends = last and {*wanted} == {group}
+                    with use.clock or contextlib.nullcontext():
+                        self._add_sum(total, use, by_group[group], keys, id(leaves[0]) in apart, ends)
         for p in arranged.doubles:
             if id(p) in total:
                 total[id(p)] = total[id(p)].double()
         return total
+
+    def _add_sum(
+        self, total: dict[int, Tensor], use: ParameterUse, factors: Tensor, keys: set[int], in_slices: bool, last: bool
+    ) -> None:
+        """Add a use's clipped sum to those of its parameters with these ids."""
+        leaves = leaves_of(use.operand)
+        if in_slices:
+            if id(leaves[0]) not in total:
+                total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]))
+            into = _place(use.operand, leaves[0], total[id(leaves[0])])
+            part = use.clipped_sum(factors.to(into.device), into)
+            if part.data_ptr() != into.data_ptr():
+                into.copy_(part)
+            return
+        sum_of = use.last_sum if last and isinstance(use, Stored) else use.clipped_sum
+        part = sum_of(factors.to(use.operand.device))
+        if use.operand is not leaves[0] and is_slice(use.operand, leaves):
+            _add_slice(total, use.operand, leaves[0], part)
+            return
+        for key, value in pull_back_sum(use.operand, part).items():
+            if key in keys:
+                total[key] = total[key] + value if key in total else value
 
     def per_sample(self, parameter: Tensor, low: int = 0, high: int | None = None) -> Tensor:
         """The per-sample gradients of one parameter, materialised: [B, *shape]."""
@@ -192,6 +220,11 @@ class Gradients:
     def check_unwritten(self) -> None:
         """Raises StepError where something that the uses hold (the model's input, perhaps) was written to since."""
         check_unwritten(self.uses, self._versions)
+
+
+def _grouped(groups: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], dict[int, int]]:
+    """All parameters, and the group of each by its id."""
+    return [p for group in groups for p in group], {id(p): n for n, group in enumerate(groups) for p in group}
 
 
 def places_of(uses: Sequence[ParameterUse]) -> dict[int, list[int]]:

@@ -1,8 +1,9 @@
 """Norms and clipped sums taken within backward, for parameter groups that are clipped separately.
 
-If each layer has a clipping norm of its own, its factors need no other layer's norms. As soon as the last use of a
-layer's parameters has arrived, its norms and sums are taken, and its inputs and output gradients are dropped. What
-never becomes complete waits for the end of backward, as under flat clipping.
+If each layer has a clipping norm of its own, its factors need no other layer's norms. Once the last use of a layer's
+parameters has arrived, it is ready: its norms and sums can be taken, and its inputs and output gradients dropped.
+Layers that are ready wait for each other up to `WINDOW` bytes, and are taken together, as many small ones cost few
+calls so. What never becomes ready, or still waits, is taken at the end of backward, as under flat clipping.
 
 Source: group-wise clipping within backward, He et al. 2023 (arXiv 2212.01539), where a layer is used once.
 """
@@ -24,6 +25,7 @@ from .explain import Plan
 from .forward_record import ForwardRecord
 from .gradients import Gradients, check_unwritten
 
+WINDOW = 64 << 20  # bytes of inputs and output gradients
 UsesOf = Mapping[int, Sequence[object]]  # what captured calls used of each parameter, by its id
 
 
@@ -33,17 +35,17 @@ class ByGroup(Protocol):
     def groups(self) -> Sequence[Sequence[Tensor]]:
         """The parameters of each group; none if the factors of one group need the norms of others."""
 
-    def factors(self, number: int, norm_sq: Tensor) -> Tensor:
-        """The factors [B] of a group by its squared norms [B]."""
+    def factors(self, numbers: Sequence[int], norm_sq: Tensor) -> Tensor:
+        """The factors of groups by their squared norms, both [groups, B]."""
 
 
 class Taken(NamedTuple):
-    """What is left of a group."""
+    """What is left of a group. sums, plan: of all groups that were taken together, in the first of them."""
 
     parameters: Sequence[Tensor]
     norm_sq: Tensor  # [B]
     sums: dict[int, Tensor]
-    plan: Plan
+    plan: Plan | None
 
     def holds(self) -> tuple[Tensor, ...]:
         return (self.norm_sq, *self.sums.values())
@@ -65,24 +67,37 @@ class LayerwiseSums:
         self._expected = [sum(len(uses_of.get(id(p), ())) for p in group) for group in self._groups]
         self._waiting: dict[int, list[int]] = {}  # places of the uses that arrived
         self._split: set[int] = set()  # groups that share an operand with others
+        self._ready: list[int] = []
+        self._bytes = 0  # that these hold
         self.taken: dict[int, Taken] = {}
 
     def recorded(self, tape: ForwardRecord, use: ParameterUse) -> None:
-        """The last use on the tape arrived: take its group if that is complete."""
+        """The last use on the tape arrived: take the groups that are ready if they hold enough."""
         try:
             number = self._complete(use, len(tape.uses) - 1)
-            if number is None or tape.people is not None or not tape.streams.one():
+            if number is None or tape.people is not None:
                 return
-            places = self._waiting[number]
-            uses = [found for place in places if (found := tape.uses[place]) is not None]
+            self._ready.append(number)
+            self._bytes += sum(t.nbytes for use in self._uses(tape, [number]) for t in use.data())
+            if self._bytes <= WINDOW or not tape.streams.one():
+                return
+            uses = self._uses(tape, self._ready)
+            places = [place for number in self._ready for place in self._waiting[number]]
             check_unwritten(uses, [tape.versions[place] for place in places])
             assert tape.batch is not None
-            tape.streams.replace(uses, self._take(number, uses, tape.batch))
+            tape.streams.replace(uses, self._take(self._ready, uses, tape.batch))
+            self._ready, self._bytes = [], 0
         except Exception:
             tape.failed = True
             raise
+        tape.calls = None  # the next backward is to be recorded use by use, too
         for place in places:
             tape.uses[place], tape.versions[place] = None, 0
+
+    def _uses(self, tape: ForwardRecord, numbers: Sequence[int]) -> list[ParameterUse]:
+        """Those of groups, in the order of their arrival in each."""
+        places = [place for number in numbers for place in self._waiting[number]]
+        return [use for place in places if (use := tape.uses[place]) is not None]
 
     def _complete(self, use: ParameterUse, place: int) -> int | None:
         """The number of a use's group if no other use of it is to come."""
@@ -104,16 +119,18 @@ class LayerwiseSums:
         self._expected[number] -= len(numbers)
         return number if self._expected[number] == 0 and number not in self._split else None
 
-    def _take(self, number: int, uses: Sequence[ParameterUse], batch: int) -> Taken:
-        """Norms and sums of a group, from all its uses in the order of their arrival."""
-        parameters = self._groups[number]
+    def _take(self, numbers: Sequence[int], uses: Sequence[ParameterUse], batch: int) -> Taken:
+        """Norms and sums of groups, from all their uses; returns what is left of the first."""
+        groups = [self._groups[number] for number in numbers]
         with torch.no_grad(), exactly():
             gradients = Gradients(
                 uses, batch, float(batch) if self._mean else 1.0, uses[0].operand.device, self._planner
             )
-            norm_sq = gradients.norm_sq(parameters)
-            factors = self._by_group.factors(number, norm_sq)
-            plan = Plan(gradients, self._before.get(number))
-            sums = gradients.clipped_sum(factors, parameters)
-        self.taken[number] = Taken(parameters, norm_sq, sums, plan)
-        return self.taken[number]
+            norm_sq = gradients.norms_sq(groups)
+            factors = self._by_group.factors(numbers, norm_sq)
+            plan = Plan(gradients, self._before.get(numbers[0]))
+            sums = gradients.clipped_sums(factors, groups)
+        for number, group, own in zip(numbers, groups, norm_sq, strict=True):
+            self.taken[number] = Taken(group, own, {}, None)
+        first = self.taken[numbers[0]] = self.taken[numbers[0]]._replace(sums=sums, plan=plan)
+        return first

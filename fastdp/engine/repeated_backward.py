@@ -201,10 +201,11 @@ def _data(use: ParameterUse) -> list[Tensor]:
 class Like:
     """What a backward was, for one that is like it.
 
-    calls: what arrived, in order.
+    calls: what arrived, in order. waits: whether all layers waited for its end that could have been taken early.
     """
 
-    def __init__(self, calls: Sequence[Arrived], gradients: Gradients) -> None:
+    def __init__(self, calls: Sequence[Arrived], gradients: Gradients, waits: bool) -> None:
+        self.waits = waits
         self._expected = [what if isinstance(what, Captured) else _kind(what) for what, _, _ in calls]
         self._places = list(itertools.accumulate((count for _, count, _ in calls), initial=0))  # of the uses of each
         groups: dict[Any, list[int]] = {}
@@ -267,7 +268,7 @@ def like(tape: ForwardRecord, gradients: Gradients) -> Like | None:
     for use, recorded in zip(gradients.uses, tape.uses, strict=True):
         if use is not recorded or type(use) not in DATA or isinstance(use, Matmul) and use.filled is not None:
             return None
-    return Like(tape.calls, gradients)
+    return Like(tape.calls, gradients, tape.early is not None)
 
 
 def _gives(uses: Sequence[ParameterUse | None], rows: Sequence[Tensor]) -> bool:
@@ -283,10 +284,10 @@ Record = Callable[[ParameterUse], None]  # keeps a use until the end of backward
 
 def begin(tape: ForwardRecord, before: Like | None, repeats: bool) -> None:
     """A backward begins, and may be like the one before. repeats: whether the next one may be like this one, too."""
-    if not repeats or tape.early is not None:
+    if not repeats:
         tape.calls = None
-    elif before is not None and before.changes == registry.changes():  # else routes may be others
-        tape.like = before
+    elif before is not None and before.changes == registry.changes() and (before.waits or tape.early is None):
+        tape.like = before  # else routes may be others, or layers would wait that are to be taken early
 
 
 def keep(tape: ForwardRecord, what: Captured | ParameterUse, given: Given | None, record: Record) -> bool:
@@ -307,7 +308,7 @@ def record_call(tape: ForwardRecord, call: Captured, given: Given, rows: Any) ->
     first, calls = len(tape.uses), tape.calls
     count = 0 if calls is None else len(calls)
     call.record_rows(given[0], rows)
-    if calls is not None:
+    if calls is not None and tape.calls is not None:  # (layers may have been taken early meanwhile)
         calls[count:] = [Arrived(call, len(tape.uses) - first, call.together(*given))]
         tape.calls = calls if _gives(tape.uses[first:], rows) else None
 

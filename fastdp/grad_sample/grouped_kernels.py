@@ -22,7 +22,8 @@ class GroupedKernels:
         raise NotImplementedError
 
     def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
-        """The clipped sum of each. last: nothing more is asked for, and the data goes, one launch's after the other."""
+        """The clipped sum of each. factors: [B], or those of each use, [count, B]. last: nothing more is asked for, and
+        the data goes, one launch's after the other."""
         raise NotImplementedError
 
 

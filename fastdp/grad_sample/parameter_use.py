@@ -132,7 +132,8 @@ class ParameterUse:
         raise NotImplementedError
 
     def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
-        """Of so many uses that were taken `abreast`: the clipped sum of each, [count, *operand.shape]."""
+        """Of so many uses that were taken `abreast`: the clipped sum of each, [count, *operand.shape]. factors: [B], or
+        those of each use, [count * B]."""
         raise NotImplementedError
 
 

@@ -35,14 +35,12 @@ def _factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: 
         factors = (max_grad_norm / norm).clamp(max=1.0)
     elif kind == "global":
         factors = (norm <= max_grad_norm).double()
-    else:
-        factors = max_grad_norm / (norm + gamma)
-    keep = torch.isfinite(norm) & (factors >= TINY)
+    else:  # a factor that float32 cannot hold (of tiny norms) is as large as may be
+        factors = (max_grad_norm / (norm + gamma)).clamp(max=torch.finfo(torch.float32).max)
+    keep = factors >= TINY  # false of a norm that is infinite or no number
     if kind == "automatic" and gamma == 0:
         keep &= norm_sq > SMALL[norm_sq.dtype]
-    # a factor that float32 cannot hold (automatic, of tiny norms) is as large as may be
-    factors = factors.clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(keep, factors, torch.zeros_like(factors)).float()
+    return torch.where(keep, factors, 0.0).float()
 
 
 _factors_op = define(

@@ -136,6 +136,11 @@ def column(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
+def each_its_own(c: Tensor, rows: int) -> Tensor:
+    """Factors [B] of each of several products, one after the other, as factors [rows]; those [rows] as they are."""
+    return c if c.size(0) == rows else c.repeat(rows // c.size(0))
+
+
 def of_kept(c: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """(c, *tensors) of the samples whose factor is not 0, where that is known without stopping a device's stream.
 
@@ -152,11 +157,24 @@ def scaled(g: Tensor, c: Tensor) -> Tensor:
     return without_dropped(g * column(c.to(g.dtype), g), c)
 
 
-def by_factors(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """a [n,*,I] and g [n,*,O], the smaller of them times c [n], the rows of dropped samples zeros in both."""
+def by_factors(a: Tensor, g: Tensor, c: Tensor, kept: bool = False) -> tuple[Tensor, Tensor]:
+    """a [n,*,I] and g [n,*,O], the smaller of them times c [n], the rows of dropped samples zeros in both. kept: there
+    are none."""
+    kept = kept or _none_dropped(c, a)
     if a.size(-1) < g.size(-1):
-        return scaled(a, c), without_dropped(g, c)
-    return without_dropped(a, c), scaled(g, c)
+        a = a * column(c.to(a.dtype), a)
+    else:
+        g = g * column(c.to(g.dtype), g)
+    return (a, g) if kept else (_without(a, c), _without(g, c))
+
+
+def _none_dropped(c: Tensor, of: Tensor) -> bool:
+    """Whether no factor is 0, where that is known without stopping a device's stream."""
+    return of.device.type == "cpu" and not bool((c == 0).any())
+
+
+def _without(a: Tensor, c: Tensor) -> Tensor:
+    return torch.where(column(c == 0, a), torch.zeros((), dtype=a.dtype, device=a.device), a)
 
 
 def without_dropped(a: Tensor, c: Tensor) -> Tensor:
@@ -164,6 +182,4 @@ def without_dropped(a: Tensor, c: Tensor) -> Tensor:
 
     On the CPU the look whether there are any costs nothing; on a device it would stop the stream.
     """
-    if a.device.type == "cpu" and not bool((c == 0).any()):
-        return a
-    return torch.where(column(c == 0, a), torch.zeros((), dtype=a.dtype, device=a.device), a)
+    return a if _none_dropped(c, a) else _without(a, c)

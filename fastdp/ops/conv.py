@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, extension, linear
-from .common import CHUNK_BYTES, accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
+from .common import CHUNK_BYTES, accumulate, chunks, each_its_own, norm_type, of_kept, scaled, sum_type, without_dropped
 from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
 from .registry import Operator, cpp, define, is_watched, native
 from .rows import square_sum
@@ -215,10 +215,14 @@ def product_of(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor
 
 def clipped_sums(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry, count: int) -> Tensor:
     """`clipped_sum` of `count` convolutions of one geometry at once, x [count * B,F,C,*] and g [count * B,F,O,*], one
-    convolution after the other, with the same factors c [B]: [count, *weight]. They are groups of one convolution."""
+    convolution after the other, with factors c [count * B], or the same ones [B]: [count, *weight]. They are groups of
+    one convolution."""
     if x.device.type in _clipped_sum_op.own:
-        pairs = zip(x.chunk(count), g.chunk(count), strict=True)
-        return torch.stack([clipped_sum(*pair, c, geometry) for pair in pairs])
+        each = zip(x.chunk(count), g.chunk(count), each_its_own(c, x.size(0)).chunk(count), strict=True)
+        return torch.stack([clipped_sum(*own, geometry) for own in each])
+    if c.size(0) == x.size(0):
+        x, g = without_dropped(accumulate(x), c), scaled(accumulate(g), c)
+        c = torch.ones_like(c[: c.size(0) // count])
     x, g = (t.unflatten(0, (count, -1)).movedim(0, 2).flatten(2, 3) for t in (x, g))
     weight = (count * geometry.weight[0], *geometry.weight[1:])
     joint = geometry._replace(weight=weight, groups=count * geometry.groups)

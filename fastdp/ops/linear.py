@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, extension
-from .common import accumulate, by_factors, chunks, full_float32, norm_type, of_kept, sum_type
+from .common import accumulate, by_factors, chunks, each_its_own, full_float32, norm_type, of_kept, sum_type
 from .registry import cpp, define
 from .rows import square_sum
 
@@ -160,7 +160,7 @@ def _per_sample(a: Tensor, g: Tensor) -> Tensor:
 def _weighted(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """a and g as [B T, I] and [B T, O], the smaller of them times c, dropped samples left out or zeroed in both."""
     c, a, g = of_kept(c, *_three(a, g))
-    a, g = by_factors(a, g, c)
+    a, g = by_factors(a, g, c, c.device.type == "cpu")
     return a.flatten(0, 1), g.flatten(0, 1)
 
 
@@ -172,11 +172,12 @@ def _clipped_sum(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
 
 def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
     """`linear_clipped_sum` of `count` products at once, a [count * B,T,I] and g [count * B,T,O], one product after the
-    other, with the same factors c [B]: [count,O,I]."""
+    other, with factors c [count * B], or the same ones [B]: [count,O,I]."""
+    c = each_its_own(c, a.size(0))
     if a.device.type in _clipped_sum_op.own:
-        pairs = zip(a.chunk(count), g.chunk(count), strict=True)
-        return torch.stack([_clipped_sum_op(*pair, c) for pair in pairs])
-    a, g = by_factors(accumulate(a), accumulate(g), c.repeat(count))
+        pairs = zip(a.chunk(count), g.chunk(count), c.chunk(count), strict=True)
+        return torch.stack([_clipped_sum_op(*each) for each in pairs])
+    a, g = by_factors(accumulate(a), accumulate(g), c)
     rows = a.size(0) // count * a.size(1)
     with full_float32(a):
         return torch.bmm(g.reshape(count, rows, -1).mT, a.reshape(count, rows, -1))
@@ -277,13 +278,14 @@ def norm_sq_of_many(pairs: Sequence[tuple[Tensor, Tensor]], method: str = "auto"
 
 
 def clipped_sums_of_many(pairs: list[tuple[Tensor, Tensor]], c: Tensor, drop: bool = False) -> list[Tensor]:
-    """`linear_clipped_sum` of products of equal shapes and types with the same factors, by few launches.
+    """`linear_clipped_sum` of products of equal shapes and types, by few launches. c: [B], or [len(pairs), B].
 
     drop: take those that are done out of the list.
     """
     kernels = extension.on_device("many", *pairs[0])
     if kernels is None:
-        return [linear_clipped_sum(a, g, c) for a, g in pairs]
+        each = [c] * len(pairs) if c.dim() == 1 else c.unbind()
+        return [linear_clipped_sum(a, g, own) for (a, g), own in zip(pairs, each, strict=True)]
     return kernels.linear_clipped_sum(pairs, c, drop)  # type: ignore[no-any-return]
 
 

@@ -142,8 +142,10 @@ def square_sums_of_many(stacks: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_sums_of_many(stacks: list[Tensor], c: Tensor, drop: bool = False) -> list[Tensor]:
-    """`weighted_sum` of tensors of one shape and type, by few launches. drop: the list is emptied."""
+    """`weighted_sum` of tensors of one shape and type, by few launches. c: [B], or [len(stacks), B]. drop: the list is
+    emptied."""
     kernels = extension.on_device("many", stacks[0])
     if kernels is None:
-        return [weighted_sum(stack, c) for stack in stacks]
+        each = [c] * len(stacks) if c.dim() == 1 else c.unbind()
+        return [weighted_sum(stack, own) for stack, own in zip(stacks, each, strict=True)]
     return kernels.weighted_sum(stacks, c, drop)  # type: ignore[no-any-return]

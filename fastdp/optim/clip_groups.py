@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..engine.layerwise import Taken
@@ -46,7 +47,8 @@ class ClipGroups:
         clipping, named = self._now()
         return self.all(clipping, named) if clipping.apart and not self._loader_batch.stands_in else []
 
-    def factors(self, number: int, norm_sq: Tensor) -> Tensor:
+    def factors(self, numbers: Sequence[int], norm_sq: Tensor) -> Tensor:
         """See `engine.layerwise.ByGroup`."""
         assert self._clipping is not None
-        return self._clipping.factors([norm_sq], [self._clipping.groups[number]])[0]
+        groups = [self._clipping.groups[number] for number in numbers]
+        return torch.stack(self._clipping.factors([*norm_sq], groups))

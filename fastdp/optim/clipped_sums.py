@@ -45,9 +45,8 @@ class Sums:
     def norm_sq(self, gradients: Gradients, members: GroupParameters) -> list[Tensor]:
         """Squared norms [B] of each clipping group."""
         taken = gradients.taken
-        return [
-            taken[k].norm_sq.to(gradients.device) if k in taken else gradients.norm_sq(p) for k, p in enumerate(members)
-        ]
+        others = iter(gradients.norms_sq([p for k, p in enumerate(members) if k not in taken]).unbind())
+        return [taken[k].norm_sq.to(gradients.device) if k in taken else next(others) for k in range(len(members))]
 
     def factors(self, clipping: Clips, norm_sq: Sequence[Tensor]) -> list[Tensor]:
         """The clip factors [B] of each clipping group."""
@@ -58,10 +57,12 @@ class Sums:
     ) -> list[dict[int, Tensor]]:
         """What this process holds of the clipped sums, by the ids of the tracked parameters."""
         taken: Mapping[int, Taken] = gradients.taken
-        return [
-            taken[k].sums if k in taken else gradients.clipped_sum(c, p, not gradients.watched)
-            for k, (p, c) in enumerate(zip(members, factors, strict=True))
-        ]
+        others = [(p, c) for k, (p, c) in enumerate(zip(members, factors, strict=True)) if k not in taken]
+        sums = [each.sums for each in taken.values()]
+        if others:
+            c = torch.stack([own for _, own in others])
+            sums.append(gradients.clipped_sums(c, [p for p, _ in others], not gradients.watched))
+        return sums
 
     def held(
         self, named: Mapping[str, Tensor], found: Mapping[int, Tensor], offsets: Mapping[str, int]

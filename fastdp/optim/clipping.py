@@ -161,11 +161,11 @@ class Clipping:
             ClippingError: if a custom function exceeds its clipping norm or looks at other samples.
         """
         squares = torch.stack(list(norm_sq)) if len(norm_sq) > 1 else norm_sq[0][None]  # [groups, B]
-        drop = ~(squares > 0)  # a zero gradient contributes nothing: let no factor grow
+        keep = squares > 0  # a zero gradient contributes nothing: let no factor grow
         if self._own is not None:
             every = torch.stack(self._by_function(self._own, norm_sq))
             tiny = torch.finfo(torch.float32).tiny  # below it float32 rounds by more than any margin
-            drop = drop | ~(every.abs() >= tiny)
+            keep &= every.abs() >= tiny
         else:
             limits, kind = [group.max_grad_norm for group in groups or self.groups], str(self.clipping)
             if len(set(limits)) == 1:
@@ -174,8 +174,9 @@ class Clipping:
                 every = torch.stack(
                     [clip_factors(own, limit, kind, self.gamma) for own, limit in zip(squares, limits, strict=True)]
                 )
-        drop = drop | ~torch.isfinite(squares).all(0)
-        return list(every.masked_fill(drop, 0).float().unbind())
+        if len(squares) > 1 or self._own is not None:
+            keep &= (squares < math.inf).all(0)  # else `clip_factors` has seen to it
+        return list(torch.where(keep, every, 0.0).float().unbind())
 
     def _by_function(self, own: OwnFunction, norm_sq: Sequence[Tensor]) -> list[Tensor]:
         every = [squares.sqrt() for squares in norm_sq]

@@ -180,10 +180,10 @@ class PrivateStep:
         else:
             factors = self.sums.factors(self.clipping, norm_sq)
         withhold(gradients.doubts if self.reads_later else (), factors, *(t.sums for t in gradients.taken.values()))
-        norms = [squares.sqrt().float() for squares in norm_sq]
+        norms = (squares := torch.stack(norm_sq)).sqrt().float().unbind()
         flat = self.clipping.style == "flat"
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
-        self._fresh = self._fresh + (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
+        self._fresh = self._fresh + (~torch.isfinite(squares)).any(0).sum()
         # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
         plan = gradients.plan or Plan(gradients, self._plan)
         sums = self.sums.clipped(gradients, members, factors)

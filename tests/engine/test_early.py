@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+import fastdp.engine.layerwise as layerwise_module
 from fastdp.diagnostics import GradientDiagnostics
 from fastdp.engine.layerwise import LayerwiseSums
 from fastdp.grad_sample.linear import Matmul
@@ -21,17 +23,33 @@ from .. import cases
 B, T, D = 6, 5, 8
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """No layer that is ready waits for another."""
+    monkeypatch.setattr(layerwise_module, "WINDOW", 0)
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """The groups that were taken early, as numbers of their parameters."""
     made, found = LayerwiseSums._take, []
 
-    def take(self, number, uses, batch):
-        found.append(len(self._groups[number]))
-        return made(self, number, uses, batch)
+    def take(self, numbers, uses, batch):
+        found.extend(len(self._groups[number]) for number in numbers)
+        return made(self, numbers, uses, batch)
 
     monkeypatch.setattr(LayerwiseSums, "_take", take)
     return found
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):
@@ -113,6 +131,39 @@ def taken_early(taken, make, step=None, digits=None, **options):
 @pytest.mark.parametrize("clipping", ["local", "global", "automatic"])
 def test_the_same_bits_as_at_the_end_of_backward(taken, clipping):
     assert len(taken_early(taken, net, clipping=clipping)) == 4 * 7  # every layer, also those with two uses
+
+
+@pytest.mark.parametrize("clipping", ["local", "global", "automatic"])
+def test_layers_that_wait_for_each_other(taken, monkeypatch, clipping):
+    """Some are taken together within backward; those of small models all at its end."""
+    expected, norms = trained(net(), clipping=clipping)
+    assert len(taken) == 4 * 7
+    made, together = layerwise_module.Gradients, []
+    monkeypatch.setattr(layerwise_module, "Gradients", lambda *args: together.append(1) or made(*args))
+    for window, early, times in ((4_000, 28, 16), (12_000, 16, 4), (1 << 20, 0, 0)):
+        monkeypatch.setattr(layerwise_module, "WINDOW", window)
+        taken.clear()
+        together.clear()
+        found, others = trained(net(), clipping=clipping)
+        assert (len(taken), len(together)) == (early, times)
+        for a, b in ((found, expected), *((others[name], norms[name]) for name in norms)):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_small_layers_cost_the_calls_of_flat_clipping(monkeypatch):
+    monkeypatch.setattr(layerwise_module, "WINDOW", 1 << 20)
+    counts = {}
+    for style in ("flat", "layerwise"):
+        model = net()
+        optimizer = fastdp.DPSGD(model, lr=0.1, style=style, noise_multiplier=0.0, max_grad_norm=1.0,
+                                 expected_batch_size=B)  # fmt: skip
+        for seed in range(2):
+            loss_of(model, batch(seed)).mean().backward()
+            optimizer.step()
+        with Calls() as calls:
+            loss_of(model, batch(2)).mean().backward()
+        counts[style] = calls.count
+    assert counts["layerwise"] < 1.1 * counts["flat"]
 
 
 @pytest.mark.parametrize("how", ["reentrant", "not"])
