@@ -49,6 +49,9 @@ class Strategy(Protocol):
     def epsilon(self, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
         """That all blocks have spent."""
 
+    def facts(self, blocks: Iterable[Block], epsilon: float, delta: float, accountant: str) -> dict[str, Any]:
+        """What a privacy card tells of all blocks, whose epsilon at delta this is."""
+
     def noise_multiplier(
         self, *, target_epsilon: float, delta: float, steps: int, participation: Participation, accountant: str = "prv"
     ) -> float:
@@ -128,6 +131,10 @@ class Blocks:
             return [*self.all.values(), Block("", noise_multiplier, 1, participation, first)]
         *before, last = self.all.values()
         return [*before, last._replace(steps=step + 1)]
+
+    def facts(self, epsilon: float, delta: float, accountant: str) -> dict[str, Any]:
+        """Return what the privacy card tells."""
+        return self.strategy.facts(self.all.values(), epsilon, delta, accountant)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. The running block goes on only if the noise does (`load_noise_state`)."""
@@ -279,6 +286,7 @@ class CorrelatedStep(PrivateStep):
         warn_of_delta(delta, blocks.records or None, stacklevel=4)
         if sum(run[2] for run in self.ledger.spent) > sum(block.steps for block in blocks.all.values()):
             raise AccountingError("the history holds steps of which it is not known what block of noise they are of")
+        self.ledger.asked = delta, None
         return self._spent(list(blocks.all.values()), delta)
 
 
