@@ -255,10 +255,11 @@ def noise_multiplier_for_strategy(
     steps: int,
     participation: Participation,
     accountant: str = "prv",
+    before: Iterable[Block] = (),
 ) -> float:
     """Find the smallest noise multiplier with which a block, begun at the beginning of a cycle, spends target_epsilon.
 
-    The other arguments are those of `Block` and `epsilon_of_blocks`.
+    The other arguments are those of `Block` and `epsilon_of_blocks`. before: blocks that were made and count, too.
 
     Returns:
         The noise multiplier. Its epsilon is at most target_epsilon, and less by no more than 0.2 %, or 1 % for balls in
@@ -270,11 +271,18 @@ def noise_multiplier_for_strategy(
     if not 0 < target_epsilon < math.inf:
         raise AccountingError(f"target_epsilon must be positive and finite, not {target_epsilon!r}")
 
+    made = list(before)
+
     def spent(sigma: float) -> float:
         block = Block("", sigma, steps, participation, 0)
-        return epsilon_of_blocks(strategy, [block], delta, accountant)
+        return epsilon_of_blocks(strategy, [*made, block], delta, accountant)
 
     precision = target_epsilon * (1e-2 if participation.kind == "balls in bins" else 2e-3)
+    if made and (gone := epsilon_of_blocks(strategy, made, delta, accountant)) > target_epsilon - precision:
+        raise AccountingError(
+            f"the budget is spent: the steps so far have epsilon {gone:.4g} at delta {delta:g}, which leaves next to "
+            f"nothing of target_epsilon={target_epsilon:g} for {steps} more: take a larger one"
+        )
     start = max(1.0, sensitivity(strategy, steps, participation, 0))
     found = smallest_noise(spent, target_epsilon, start=start, precision=precision, nearest=1e-6, most=1e6)
     if found is None:

@@ -136,6 +136,14 @@ class Blocks:
         """Return what the privacy card tells."""
         return self.strategy.facts(self.all.values(), epsilon, delta, accountant)
 
+    def add(self, others: Iterable[Block]) -> None:
+        """Count these, too. Of a block that is known, the larger number of steps counts, and it goes on no more."""
+        for block in others:
+            known = self.all.get(block.name)
+            if known is None or known.steps < block.steps:
+                self.all[block.name] = block if known is None else known._replace(steps=block.steps)
+                self.running = None
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. The running block goes on only if the noise does (`load_noise_state`)."""
         running = None if self.running is None else [list(self.running.place), list(self.running.drawn)]
@@ -147,14 +155,7 @@ class Blocks:
 
     def read(self, state: dict[str, Any]) -> Callable[[], object]:
         """Read a `state`; the result takes it up. Blocks that it does not hold stay counted."""
-        found = {}
-        for name, sigma, steps, (kind, period, separation, rate, of), first in state["blocks"]:
-            promise = Participation(str(kind), int(period), int(separation), float(rate), str(of))
-            if int(steps) < 1 or not 0 <= float(sigma) < math.inf or promise.period < 1:
-                raise ValueError("a block without steps, or with a noise multiplier that is none")
-            found[str(name)] = Block(
-                str(name), float(sigma), int(steps), promise, None if first is None else int(first)
-            )
+        found = {block.name: block for block in (block_of(*said) for said in state["blocks"])}
         running = None
         if state.get("running"):
             place, drawn, noised = state["running"]
@@ -169,6 +170,15 @@ class Blocks:
             self.all = {**mine, **found} if self.running else {**found, **mine}
 
         return take_up
+
+
+def block_of(name: Any, sigma: Any, steps: Any, participation: Any, first: Any) -> Block:
+    """A block that a state has. Raises TypeError or ValueError if it is none."""
+    kind, period, separation, rate, of = participation
+    promise = Participation(str(kind), int(period), int(separation), float(rate), str(of))
+    if int(steps) < 1 or not 0 <= float(sigma) < math.inf or promise.period < 1:
+        raise ValueError("a block without steps, or with a noise multiplier that is none")
+    return Block(str(name), float(sigma), int(steps), promise, None if first is None else int(first))
 
 
 class CorrelatedStep(PrivateStep):
@@ -262,6 +272,17 @@ class CorrelatedStep(PrivateStep):
                 f"{budget.delta:g} ({budget.steps} steps were planned). No step was made. Stop here, or make a new "
                 "optimizer, whose epsilon adds to this one's"
             )
+
+    def blocks_after(self, steps: int, promise: Participation, place: int) -> list[Block]:
+        """Return the blocks after so many more steps in a row. place: in its pass, of the first of them."""
+        old = self.mechanism.running
+        noised = (self.noise_multiplier, self.clipping.sensitivity)
+        if old is not None and (old.drawn[0], old.noised) == (mark("noise", self.noise.key), noised):
+            *before, last = self.mechanism.all.values()
+            if last.participation == promise and (place - old.place[2] - 1) % promise.period == 0:
+                return [*before, last._replace(steps=last.steps + steps)]
+        new = Block("", self.noise_multiplier, steps, promise, place % promise.period)
+        return [*self.mechanism.all.values(), new]
 
     def _spent(self, blocks: Sequence[Block], delta: float) -> float:
         return self.mechanism.strategy.epsilon(blocks, delta, self.accountant)

@@ -166,7 +166,7 @@ def test_both_directions_of_bins_have_the_delta_of_plain_samples(sampled: Any) -
 
 @pytest.mark.slow
 def test_bins_of_many_places_hide_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounting, "epsilon_of_bins", lambda grams, delta: epsilon_of_bins(grams, delta, 1 << 17))
+    monkeypatch.setattr(accounting, "epsilon_of_bins", lambda grams, delta, _: epsilon_of_bins(grams, delta, 1 << 17))
     found = epsilon_of_blocks(Bisr(2), [block(bins(10), 2.0, 20)], DELTA)
     assert 0.5 < found < 0.8 * epsilon_of_blocks(Bisr(2), [block(fixed(10), 2.0, 20)], DELTA)
     again = epsilon_of_blocks(Bisr(2), [block(bins(10), 2.0, 20)], DELTA)
