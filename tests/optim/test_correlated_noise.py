@@ -115,8 +115,11 @@ def test_a_run_goes_on_with_its_noise_or_begins_a_block() -> None:
         loader.load_state_dict(place)
         if secret:
             other.load_noise_state(noise)
+        planned = other._privacy.blocks_after(6, loader.participation, loader.state_dict()["step"])
         again = train(other, model, loader, 2)
         assert all(map(torch.equal, again, rest)) == secret
+        made = other._privacy.mechanism.all.values()
+        assert [block[1:] for block in planned] == [block[1:] for block in made]
         assert blocks_of(other) == ([9] if secret else [3, 6])
         if secret:
             assert other.epsilon(1e-3) == pytest.approx(whole)
