@@ -15,11 +15,12 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..accounting import epsilon_of, noise_multiplier_for, warn_of_delta
 from ..accounting.card import PrivacyCard
+from ..accounting.participation import block_of
 from ..accounting.runs import most_within, steps_within
 from ..errors import AccountingError
 from ..mechanisms import CycleLoader
 from ..optim import adaptive_clipping
-from ..optim.correlated_noise import Blocks, CorrelatedStep, block_of
+from ..optim.correlated_noise import Blocks, CorrelatedStep
 from ..optim.optimizer_replacement import spent_before
 from ..optim.optimizers import PrivateOptimizer
 from ..utils.formatting import at_most
@@ -292,10 +293,9 @@ class Spending:
 
     def _spent(self) -> ledger.Spent:
         told: dict[str, Any] = {"sampling": "Poisson", "sample_rate": None}
-        if self._blocks is not None:  # without marks, which are digests of records
-            told = {"sampling": self.privacy.sampling or SAMPLING[0], "blocks": [
-                [*block[:3], [*block.participation[:-1], ""], block.first] for block in self._blocks.all.values()
-            ]}  # fmt: skip
+        if self._blocks is not None:
+            plain = [block.plain for block in self._blocks.all.values()]
+            told = {"sampling": self.privacy.sampling or SAMPLING[0], "blocks": plain}
         elif self._source is not None:
             told["sample_rate"] = self._source.loader.sample_rate
         told |= {

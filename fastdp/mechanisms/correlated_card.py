@@ -68,15 +68,19 @@ def _risks(run: Composed, right: float, accountant: str) -> tuple[float, float, 
 
 def _without_marks(blocks: list[Block]) -> list[Block]:
     """The blocks with numbers in place of names and marks, which are digests of a few records: a card is public."""
-    marks = list(dict.fromkeys(block.participation.mark for block in blocks))
+    number_of: dict[str, int] = {}
+
+    def renamed(part: Participation) -> Participation:
+        if not part.mark:
+            return part
+        of, _, unknown = part.mark.partition("|")  # the second of records that cannot be told
+        numbers = [number_of.setdefault(each, len(number_of) + 1) for each in (of, unknown) if each]
+        return part._replace(mark="order " + "|".join(map(str, numbers)))
+
     return [
-        block._replace(name=f"{number}", participation=_renamed(block.participation, marks))
+        block._replace(name=f"{number}", participation=renamed(block.participation))
         for number, block in enumerate(blocks, 1)
     ]
-
-
-def _renamed(part: Participation, marks: list[str]) -> Participation:
-    return part._replace(mark=part.mark and f"order {marks.index(part.mark) + 1}")
 
 
 def _recompute(expression: str, blocks: list[Block], delta: float, accountant: str) -> str:

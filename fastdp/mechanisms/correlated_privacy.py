@@ -174,11 +174,12 @@ def _grams(strategy: Encoder, blocks: list[Block]) -> tuple[list[np.ndarray], fl
     """
     grams: dict[tuple[str, int], np.ndarray] = {}
     apart = 0.0
-    often = Counter(block.participation.mark for block in blocks)
-    for number, block in enumerate(blocks):
+    marks = [block.participation.mark.partition("|")[0] for block in blocks]  # of records that cannot be told: the same
+    often = Counter(marks)
+    for number, (block, mark) in enumerate(zip(blocks, marks, strict=True)):
         period = block.participation.period
-        draw = (block.participation.mark or f"{number}", period)
-        if block.first is None and block.participation.mark and often[block.participation.mark] > 1:
+        draw = (mark or f"{number}", period)
+        if block.first is None and mark and often[mark] > 1:
             raise AccountingError("blocks of one draw of balls in bins, and it is not known at which step they began")
         shifts, norm, most = _shifts(strategy, block.steps, period)
         if norm > _NEGATIVE * most:
