@@ -9,6 +9,7 @@ Both `lightning` and `pytorch_lightning` work; if both are installed, the one th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections import deque
@@ -24,6 +25,8 @@ from .data.loader import share
 from .distributed.frameworks import unwrap
 from .distributed.world import World, told
 from .errors import StepError
+from .mechanisms import CycleLoader
+from .optim.correlated_noise import BlocksBudget, CorrelatedStep
 from .optim.optimizers import PrivateOptimizer
 from .sampling import PoissonLoader, leave, new_pass, wait
 from .utils.extras import install_command
@@ -117,6 +120,7 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
             raise ValueError("target_epsilon= needs delta=")
         self.delta, self.target_epsilon = delta, target_epsilon
         self._allowed: dict[int, tuple[Any, int]] = {}  # by optimizer: what it was asked of, and the answer
+        self._budgets: dict[int, BlocksBudget] = {}  # of correlated noise
 
     # ------------------------------------------------------------------ hooks of Lightning
 
@@ -227,13 +231,15 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
 
     def _left(self, trainer: Any) -> bool:
         """Whether every private optimizer may make one more step."""
-        # of several loaders, whichever costs most
-        source = max(_sources(trainer), key=lambda loader: loader.sample_rate, default=None)
-        return all(self._may_step(optimizer, source) for optimizer in _private(trainer))
+        return all(self._may_step(optimizer, _sources(trainer)) for optimizer in _private(trainer))
 
-    def _may_step(self, optimizer: PrivateOptimizer, source: PoissonLoader | None) -> bool:
+    def _may_step(self, optimizer: PrivateOptimizer, sources: list[PoissonLoader]) -> bool:
         """The accountant computes how many steps the budget allows once per noise and rate, not at each step."""
         privacy = optimizer._attached()
+        if isinstance(privacy, CorrelatedStep):
+            return self._may_go_on(privacy, sources)
+        # of several loaders, whichever costs most
+        source = max(sources, key=lambda loader: loader.sample_rate, default=None)
         history = privacy.ledger.spent
         rate = privacy.sample_rate if source is None else source.sample_rate
         if rate is None:
@@ -248,6 +254,21 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
             allowed = most_steps(history, sigma, rate, self.target_epsilon, self.delta, privacy.accountant, cut)
             self._allowed[id(optimizer)] = (key, allowed)
         return done < self._allowed[id(optimizer)][1]
+
+    def _may_go_on(self, privacy: CorrelatedStep, sources: list[PoissonLoader]) -> bool:
+        """The same with correlated noise, of which blocks are accounted for."""
+        target, delta, loader = self.target_epsilon, self.delta, next(iter(sources), None)
+        if not isinstance(loader, CycleLoader):
+            raise StepError("target_epsilon= with noise= needs a loader of fastdp.mechanisms, as fixed_order_loader")
+        assert target is not None and delta is not None
+        blocks = privacy.blocks_after(1, loader.participation, loader.state_dict()["step"])
+        budget = self._budgets.setdefault(
+            id(privacy), BlocksBudget(target, delta, privacy.accountant, blocks[-1]._replace(steps=0))
+        )
+        spent = privacy.mechanism.strategy.epsilon
+        with contextlib.suppress(StepError):  # a matrix has no more steps: the step itself will say it
+            return budget.covers(blocks, lambda found: spent(found, delta, privacy.accountant) <= target)
+        return True
 
 
 def _private(trainer: Any) -> list[PrivateOptimizer]:

@@ -6,15 +6,18 @@ import html
 import json
 import math
 import platform
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from ..errors import AccountingError
 from ..utils.formatting import at_most
-from . import History, epsilon_by
+from . import ACCOUNTANTS, History, epsilon_by
 
 FALSE_POSITIVES = 1e-3  # the share of wrong accusations at which an attacker's right ones are told
+DELTAS = tuple(digit * 10.0**power for power in range(-8, 0) for digit in (1.0, 3.0))
 NOT_COVERED = (
     "Choices made by looking at runs on the same data (learning rate, epochs, which weights, which of several runs): "
     "each of those runs cost privacy of its own.",
@@ -89,7 +92,12 @@ class PrivacyCard(NamedTuple):
     def _rows(self) -> list[tuple[str, str]]:
         facts = self.facts
         budget = "" if facts["target_epsilon"] is None else f" (budget {facts['target_epsilon']:g})"
-        gdp = " (an approximation, no upper bound)" if facts["accountant"] == "gdp" else ""
+        accountant = facts["accountant"]
+        if accountant in ACCOUNTANTS:
+            accountant = accountant.upper() + " (an approximation, no upper bound)" * (accountant == "gdp")
+        runs = f"runs of (noise multiplier, sample rate, steps): {facts['history']}"
+        if "blocks" in facts:
+            runs = f"{facts['mechanism']}, in blocks of independent noise: " + "; ".join(map(_block, facts["blocks"]))
         chances = (
             f"who knows all the data but one {facts['unit']} guesses whether that one was trained on rightly with a "
             f"probability of at most {at_most(100 * facts['right_guesses'], 4)} %; who accuses {FALSE_POSITIVES:g} of "
@@ -100,15 +108,20 @@ class PrivacyCard(NamedTuple):
             ("delta", at_most(facts["delta"], 6)),
             ("what that means", chances),
             ("unit", f"{facts['unit']}: {facts['neighbours']}"),
-            ("accountant", facts["accountant"].upper() + gdp),
+            ("accountant", accountant),
             ("sampling", facts["sampling"]),
             ("clipping", facts["clipping"]),
             ("noise", facts["noise"]),
-            ("steps", f"{facts['steps']}, as runs of (noise multiplier, sample rate, steps): {facts['history']}"),
+            ("steps", f"{facts['steps']}, as {runs}"),
             ("trained", facts["trained"]),
             ("check of the gradients", facts["verified"] or "fastdp.verify was not run on this model"),
             ("made with", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())),
         ]
+
+
+def _block(block: dict[str, Any]) -> str:
+    sigma, most = block["noise_multiplier"], block["sensitivity"]
+    return f"{block['steps']} steps of noise multiplier {sigma:.6g} and sensitivity {most:.6g}"
 
 
 def _line(text: str) -> str:
@@ -123,22 +136,45 @@ def guess_of(epsilon: float, delta: float) -> float:
 
 
 def true_positives(history: History, accountant: str, false_positives: float = FALSE_POSITIVES) -> float:
+    """`least_true_positives` of a history."""
+    quick = "rdp" if accountant == "prv" else accountant  # PRV takes a quarter of a second for each
+    return least_true_positives(
+        lambda delta: epsilon_by(history, delta, accountant), lambda delta: epsilon_by(history, delta, quick),
+        false_positives,
+    )  # fmt: skip
+
+
+def least_true_positives(
+    epsilon: Callable[[float], float], quick: Callable[[float], float], false_positives: float = FALSE_POSITIVES,
+    deltas: Sequence[float] = DELTAS, tries: int = 4,
+) -> float:  # fmt: skip
     """Bound on the share of members that an attacker finds at this share of false positives.
 
-    For every delta it is at most e^epsilon(delta) * false_positives + delta: the smallest of some deltas.
+    For every delta it is at most e^epsilon(delta) * false_positives + delta: the smallest of some deltas. epsilon is
+    asked at `tries` of them, which `quick`, of which only the order counts, finds the best.
 
     Source: Kairouz et al. 2015 (arXiv 1311.0776), theorem 2.1; the same quantity as riskcal's, from above.
     """
 
-    def bound(delta: float, by: str) -> float:
+    def bound(delta: float, by: Callable[[float], float]) -> float:
         try:
-            return min(1.0, math.exp(min(epsilon_by(history, delta, by), 50.0)) * false_positives + delta)
+            return min(1.0, math.exp(min(by(delta), 50.0)) * false_positives + delta)
         except AccountingError:  # GDP has no epsilon at some deltas
             return 1.0
 
-    deltas = [digit * 10.0**power for power in range(-8, 0) for digit in (1.0, 3.0)]
-    quick = "rdp" if accountant == "prv" else accountant  # PRV takes a quarter of a second for each
-    return min(bound(delta, accountant) for delta in sorted(deltas, key=lambda delta: bound(delta, quick))[:4])
+    return min(bound(delta, epsilon) for delta in sorted(deltas, key=lambda delta: bound(delta, quick))[:tries])
+
+
+def of_gaussian(mu: float, false_positives: float = FALSE_POSITIVES) -> tuple[float, float]:
+    """Shares of right guesses, and of members found, for a Gaussian mechanism of sensitivity over noise mu. Both exact.
+
+    Source: Dong et al. 2022 (arXiv 1905.02383), section 2.
+
+    >>> [round(share, 4) for share in of_gaussian(1.0)]
+    [0.6915, 0.0183]
+    """
+    normal = NormalDist()
+    return normal.cdf(mu / 2), normal.cdf(normal.inv_cdf(false_positives) + mu)
 
 
 def recompute(history: History, delta: float, accountant: str) -> str:

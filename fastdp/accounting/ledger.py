@@ -16,6 +16,7 @@ from ..errors import AccountingError
 from . import History, check_options, default_delta, epsilon_of
 from . import Run as Entry
 from .budget import Budget
+from .participation import Block
 from .runs import (
     UNSAID,
     Run,
@@ -49,6 +50,8 @@ class Ledger:
         self.budget: Budget | None = None  # in place of a noise multiplier
         self._file: Any = None  # of `ledger_file`
         self.written: Runs = []  # what the file held when it was opened
+        self.blocks: list[tuple[str, Block]] = []  # of them, those of correlated noise, with the strategy's name
+        self.block: tuple[str, Block] | None = None  # of correlated noise, with the step that is about to be made
         self.by_seed = False  # whether the noise of a step came from a seed
         self.draws = UsedDraws()  # of loaders, that steps of the history were made on
         self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
@@ -72,11 +75,11 @@ class Ledger:
     def write_to(self, file: Any) -> None:
         """Steps are written to this file ahead, and what it holds is counted."""
         self._file = file
-        self.count(file.runs)
+        self.count(file.runs, list(file.blocks.values()))
 
-    def count(self, runs: Runs) -> None:
-        """These steps were made before. Those that a loaded history holds count once."""
-        self.written, self._lost = runs, list(runs)
+    def count(self, runs: Runs, blocks: list[tuple[str, Block]]) -> None:
+        """These steps were made before, in these blocks. Those that a loaded history holds count once."""
+        self.written, self._lost, self.blocks = runs, list(runs), blocks
 
     def write_ahead(
         self, noise_multiplier: float, sample_rate: float | None, truncation: float, drawn: Sequence[Place] = ()
@@ -91,7 +94,16 @@ class Ledger:
                     after.add(place, kind)
                 self.budget.check_whole(after.accounted([*self.spent, entry(kind, 1)]), kind)
         if self._file is not None:
-            self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
+            self._refuse_blocks()
+            self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation), self.block)
+
+    def _refuse_blocks(self) -> None:
+        """Raises AccountingError if steps with correlated noise would be taken for others."""
+        if self.blocks and self.block is None:
+            raise AccountingError(
+                f"the ledger holds steps with {self.blocks[0][0]}, and no one epsilon is of all: give this run a file "
+                "of its own, and add up both epsilons"
+            )
 
     def default_delta(self, expected: float | None, rate: float | None) -> float:
         """At which epsilon is told, if no delta is given: by the expected batch size over the sample rate.
@@ -273,6 +285,7 @@ class Ledger:
 
         Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
         """
+        self._refuse_blocks()
         self.asked = delta, sample_rate
         found = epsilon_of(sampled_at(self.draws.accounted(self.spent), sample_rate), delta, accountant)
         self._warn_of_beside(found, accountant, stacklevel=6)

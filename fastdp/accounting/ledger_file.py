@@ -17,6 +17,7 @@ from ..distributed.world import World
 from ..errors import AccountingError, StepError
 from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
 from .ledger import Ledger
+from .participation import Block, block_of
 from .runs import Run, lengthen, run_of
 
 try:
@@ -30,7 +31,8 @@ _HEAD = {"fastdp": "ledger of noised steps", "format": 1}
 class LedgerFile:
     """The file, open for appending and locked against other processes.
 
-    runs: the steps that it held when it was opened, with their makers.
+    runs: the steps that it held when it was opened, with their makers. blocks: by name, those of correlated noise, with
+    the strategy's name; their marks are not in the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,16 +51,21 @@ class LedgerFile:
         self.close = weakref.finalize(self, os.close, self._file)
         try:
             self._lock()
+            self.blocks: dict[str, tuple[str, Block]] = {}
             self.runs = self._read()
         except BaseException:
             self.close()
             raise
 
-    def add(self, run: Run) -> None:
-        """One step is about to be made. Raises StepError if it is not on the disk: then it must not be made."""
+    def add(self, run: Run, block: tuple[str, Block] | None = None) -> None:
+        """One step is about to be made. Raises StepError if it is not on the disk: then it must not be made.
+
+        block: with correlated noise, the step's block as it is then, and before it the strategy's name.
+        """
         size = os.fstat(self._file).st_size
         try:
-            append(self._file, line_of(run._asdict()))
+            noise = {} if block is None else {"noise": [block[0], block[1].plain]}
+            append(self._file, line_of({**run._asdict(), **noise}))
         except OSError as problem:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, size)
@@ -98,8 +105,14 @@ class LedgerFile:
         runs: list[Run] = []
         for number, line in enumerate(lines[1:], 2):
             try:
-                run = Run(**(content_of(line) or {}))
+                said = content_of(line) or {}
+                noise = said.pop("noise", None)
+                run = Run(**said)
                 run_of(*run[2:])
+                if noise is not None:  # a step that failed is there twice, and counts
+                    block = block_of(*noise[1])
+                    _, before = self.blocks.get(block.name, ("", block._replace(steps=0)))
+                    self.blocks[block.name] = str(noise[0]), block._replace(steps=max(block.steps, before.steps + 1))
             except (TypeError, ValueError):
                 raise AccountingError(
                     f"line {number} of the ledger {self.path} is damaged: what its step has cost is not known. Put a "
@@ -120,7 +133,8 @@ def open_ledger(ledger: Ledger, path: str | os.PathLike[str] | None, world: Worl
 
 def share_ledger(ledger: Ledger, world: World) -> None:
     """What the file of the first process holds is counted by all, which have agreed that there is one."""
-    said = json.dumps([tuple(run) for run in ledger.written]).encode()
+    blocks = [(name, block.plain) for name, block in ledger.blocks]
+    said = json.dumps([[tuple(run) for run in ledger.written], blocks]).encode()
     length = int.from_bytes(world.from_first(len(said).to_bytes(8, "little")), "little")
     found = json.loads(world.from_first(said if world.rank == 0 else bytes(length)))
-    ledger.count([Run(*run) for run in found])
+    ledger.count([Run(*run) for run in found[0]], [(name, block_of(*block)) for name, block in found[1]])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 KINDS = ("fixed order", "separated", "cyclic Poisson", "balls in bins")
 
@@ -44,3 +45,17 @@ class Block(NamedTuple):
     steps: int
     participation: Participation
     first: int | None = None
+
+    @property
+    def plain(self) -> list[Any]:
+        """Values for a file that may be given away: without the mark, which is a digest of a few records."""
+        return [*self[:3], [*self.participation[:-1], ""], self.first]
+
+
+def block_of(name: Any, sigma: Any, steps: Any, participation: Any, first: Any) -> Block:
+    """A block that was saved. Raises TypeError or ValueError if it is none."""
+    kind, period, separation, rate, of = participation
+    promise = Participation(str(kind), int(period), int(separation), float(rate), str(of))
+    if int(steps) < 1 or not 0 <= float(sigma) < math.inf or promise.period < 1:
+        raise ValueError("a block without steps, or with a noise multiplier that is none")
+    return Block(str(name), float(sigma), int(steps), promise, None if first is None else int(first))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ..errors import AccountingError
@@ -61,6 +61,11 @@ def steps_within(target: float, history: History, planned: Entry, delta: float, 
     def fits(steps: int) -> bool:
         return epsilon_by([*history, entry(kind, steps)], delta, accountant) <= target
 
+    return most_within(most, fits)
+
+
+def most_within(most: int, fits: Callable[[int], bool]) -> int:
+    """How many steps, up to `most`, keep to a budget, as `fits` tells of a number of them."""
     if most <= 0 or fits(most):
         return max(most, 0)
     low, high = 0, most  # low fits (or is nothing), high does not

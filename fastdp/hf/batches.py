@@ -19,6 +19,7 @@ from transformers.trainer_utils import seed_worker
 from .. import sampling
 from ..errors import StepError
 from ..sampling import PoissonLoader, poisson_loader
+from .correlated import loader_of
 from .options import PrivacyArguments
 
 
@@ -87,14 +88,14 @@ def check_dataset(dataset: Any) -> None:
 
 
 def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, privacy: PrivacyArguments) -> Source:
-    """The Poisson loader of a run. keys: the group of each record, where samples are groups of them.
+    """The loader of a run. keys: the group of each record, where samples are groups of them.
 
     The sample rate is per_device_train_batch_size * gradient_accumulation_steps * processes / n, unless given. Raises
     ValueError where that is more than 1.
     """
     rate, samples = privacy.sample_rate, len(data) if keys is None else len(set(keys))
+    expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if rate is None:
-        expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         rate = expected / max(samples, 1)
         if rate > 1:
             raise ValueError(
@@ -105,18 +106,18 @@ def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, priv
     grouped: dict[str, Any] = (
         {} if keys is None else {"group_by": keys, "max_records_per_group": privacy.max_records_per_group}
     )
+    options = dict(
+        max_physical_batch_size=args.train_batch_size,
+        collate_fn=collate, generator=generator, num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+        persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        worker_init_fn=functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    )  # fmt: skip
+    if privacy.noise is not None:
+        return Source(loader_of(data, expected, privacy, args.seed, options), generator, args.seed)
     try:
-        loader = poisson_loader(
-            data, sample_rate=rate, max_physical_batch_size=args.train_batch_size, seed=privacy.noise_seed,
-            collate_fn=collate, generator=generator, num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
-            persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            worker_init_fn=functools.partial(
-                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
-            ),
-            **grouped,
-        )  # fmt: skip
+        loader = poisson_loader(data, sample_rate=rate, seed=privacy.noise_seed, **options, **grouped)
     except ValueError as problem:  # in the words of the trainer's arguments
         raise ValueError(str(problem).replace("max_physical_batch_size", "per_device_train_batch_size")) from None
     return Source(loader, generator, args.seed)

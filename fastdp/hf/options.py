@@ -7,6 +7,7 @@ from typing import Any
 
 from ..accounting import check_accountant, default_delta, delta_problem
 from ..utils.keyword_arguments import named
+from .correlated import check_noise
 
 
 @dataclass
@@ -27,6 +28,9 @@ class PrivacyArguments:
         target_quantile, quantile_rate, count_noise: of adaptive clipping, as in `fastdp.privatize`.
         style: "flat" or "layerwise".
         accountant: "prv", "rdp" or "gdp".
+        noise: correlated noise: "bisr:4", "lambda:0.9", "banded:8", "tree" or "independent", or a strategy of
+            `fastdp.mechanisms`.
+        sampling: "poisson", or with noise "fixed_order" (the default then, shuffled once) or "cyclic_poisson".
         sample_rate: the probability that a record is in a batch. The default is per_device_train_batch_size x
             gradient_accumulation_steps / n.
         group_by: a column; all records with the same value form one sample, so that the guarantee protects persons.
@@ -74,6 +78,15 @@ class PrivacyArguments:
     )
     style: str = field(default="flat", metadata={"help": "flat or layerwise."})
     accountant: str = field(default="prv", metadata={"help": "prv, rdp or gdp."})
+    noise: str | None = field(
+        default=None,
+        metadata={
+            "help": "Correlated noise: bisr:4, lambda:0.9, banded:8, tree or independent (in Python, also a strategy)."
+        },
+    )
+    sampling: str | None = field(
+        default=None, metadata={"help": "poisson; with noise, fixed_order (its default) or cyclic_poisson."}
+    )
     sample_rate: float | None = field(
         default=None,
         metadata={
@@ -138,6 +151,7 @@ class PrivacyArguments:
         if self.log_clipped_share and self.style != "flat":
             raise ValueError("log_clipped_share needs style='flat'")
         check_accountant(self.accountant)
+        check_noise(self)
 
     def delta_for(self, records: int) -> float:
         """Return the delta of a run on this many records: `accounting.default_delta` unless it was given.

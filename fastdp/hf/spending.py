@@ -15,14 +15,18 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..accounting import epsilon_of, noise_multiplier_for, warn_of_delta
 from ..accounting.card import PrivacyCard
-from ..accounting.runs import steps_within
+from ..accounting.participation import block_of
+from ..accounting.runs import most_within, steps_within
 from ..errors import AccountingError
+from ..mechanisms import CycleLoader
 from ..optim import adaptive_clipping
+from ..optim.correlated_noise import Blocks, CorrelatedStep
 from ..optim.optimizer_replacement import spent_before
 from ..optim.optimizers import PrivateOptimizer
 from ..utils.formatting import at_most
 from . import ledger
 from .batches import Source, column
+from .correlated import SAMPLING, strategy_of
 from .options import PrivacyArguments
 
 logger = transformers.utils.logging.get_logger("transformers.fastdp")
@@ -67,10 +71,19 @@ class Spending:
         """epsilon at delta (default: the run's) of all steps so far."""
         if delta is not None:
             warn_of_delta(delta, self._records())
-        asked = (tuple(self.history), self.delta() if delta is None else delta)
+        blocks = self._blocks
+        spent: list[Any] = self.history if blocks is None else list(blocks.all.values())
+        asked = (tuple(spent), self.delta() if delta is None else delta)
         if self._computed is None or self._computed[0] != asked:  # logs and checkpoints ask for the same
-            self._computed = asked, epsilon_of(list(asked[0]), asked[1], self.privacy.accountant)
+            of = epsilon_of if blocks is None else blocks.strategy.epsilon
+            self._computed = asked, of(spent, asked[1], self.privacy.accountant)
         return self._computed[1]
+
+    @property
+    def _blocks(self) -> Blocks | None:
+        """Those of correlated noise, of this training or of the last one."""
+        private = self._private or self._left
+        return None if private is None else private._privacy.mechanism
 
     def privacy_card(self) -> PrivacyCard:
         """What is guaranteed about the weights so far, as a page (`json()`, `html()`, `save(path)`).
@@ -119,9 +132,10 @@ class Spending:
                 "fsdp and its state_dict_type"
             )
         options = self._options()
-        for name in (*options, *adaptive_clipping.OPTIONS):
+        seldom = (*adaptive_clipping.OPTIONS, "noise")
+        for name in (*options, *seldom):
             mine = options.get(name)
-            theirs = spent.options.get(name, None if name in adaptive_clipping.OPTIONS else mine)
+            theirs = spent.options.get(name, None if name in seldom else mine)
             if theirs != mine:
                 raise AccountingError(f"the checkpoint's run had {name}={theirs!r}, this one has {mine!r}")
         after = ledger.read(Path(checkpoint).parent)
@@ -139,14 +153,20 @@ class Spending:
                     f"{ledger.NAME} beside {checkpoint} is of another run: its {after.steps} steps are added to the "
                     f"{spent.steps} of the checkpoint, as both may have seen this data"
                 )
-                return spent._replace(history=[*spent.history, *after.history])
+                lost = [*spent.options.get("blocks", ()), *after.options.get("blocks", ())]
+                return spent._replace(
+                    history=[*spent.history, *after.history], options={**spent.options, "blocks": lost}
+                )
         elif after.steps > spent.steps and self.privacy.count_lost_steps and not repeated:
             logger.warning(f"{after.steps - spent.steps} steps made after {checkpoint} are lost, and stay counted")
-            return spent._replace(history=after.history)
+            lost = after.options.get("blocks", ())
+            return spent._replace(history=after.history, options={**spent.options, "blocks": lost})
         return spent
 
     def _neighbours(self) -> str:
         """What the account is of."""
+        if self.privacy.noise is not None:
+            return "one sample added or removed, whose places in its batches stay empty without it"
         if self.privacy.group_by is None:
             return "one sample added or removed"
         return f"all records of one value of {self.privacy.group_by!r} added or removed"
@@ -170,27 +190,60 @@ class Spending:
             return "optimizer.pt"
         return "optimizer_0" if self._saves_parts() else "optimizer.bin"
 
-    def _noise_for(self, steps: int, model: nn.Module) -> float:
-        """The noise multiplier that was given, or with which so many steps, and those made before, keep the budget."""
-        target, given = self.privacy.target_epsilon, self.privacy.noise_multiplier
-        if given is not None:
-            return given
-        assert target is not None and self._source is not None
-        return noise_multiplier_for(
-            target_epsilon=target, delta=self.delta(), steps=steps, sample_rate=self._source.loader.sample_rate,
-            accountant=self.privacy.accountant,
-            history=[*spent_before(model), *self._history] if self._resumed is None else None,
-        )  # fmt: skip
+    def _noise_for(self, steps: int, model: nn.Module) -> dict[str, Any]:
+        """The strategy of the noise, and the noise multiplier that was given, or with which so many steps, and those
+        made before, keep the budget."""
+        assert self._source is not None
+        sigma, loader = self.privacy.noise_multiplier, self._source.loader
+        wanted: Any = {
+            "target_epsilon": self.privacy.target_epsilon, "delta": self.delta(), "steps": steps,
+            "accountant": self.privacy.accountant,
+        }  # fmt: skip
+        if isinstance(loader, CycleLoader):
+            noise = strategy_of(self.privacy.noise, steps, loader.participation)
+            noise.check(loader.participation)
+            if sigma is None:
+                before = self._blocks.all.values() if self._blocks is not None and self._resumed is None else ()
+                sigma = noise.noise_multiplier(**wanted, participation=loader.participation, before=before)
+            return {"noise_multiplier": sigma, "noise": noise}
+        if sigma is None:
+            history = [*spent_before(model), *self._history] if self._resumed is None else None
+            sigma = noise_multiplier_for(**wanted, sample_rate=loader.sample_rate, history=history)
+        return {"noise_multiplier": sigma}
+
+    def _carry_blocks(self, blocks: Blocks) -> None:
+        """Count the blocks of an earlier training, or those that were begun or went on after the checkpoint."""
+        if self._resumed is not None:
+            try:
+                blocks.add(block_of(*said) for said in self._resumed.options.get("blocks", ()))
+            except (TypeError, ValueError) as problem:
+                raise AccountingError(f"{ledger.NAME} has blocks of noise that are none: {problem!r}") from None
+        elif self._left is not None and self._history:
+            before = self._left._privacy.mechanism
+            if before is None or before.name != blocks.name:
+                raise AccountingError(
+                    "an earlier training of this trainer had other noise, and no one epsilon holds for the steps of "
+                    "both: keep PrivacyArguments.noise and the number of steps, or train a new model with a new trainer"
+                )
+            blocks.add(before.all.values())
 
     def _plan(self, max_steps: int) -> None:
         """How many steps the budget allows; raises AccountingError where it allows none."""
         assert self._private is not None and self._source is not None
-        target, history = self.privacy.target_epsilon, self.history
+        target, history, run = self.privacy.target_epsilon, self.history, self._private._privacy
+        if isinstance(run, CorrelatedStep):
+            self._carry_blocks(run.mechanism)
         if target is None:
             return
-        done = sum(run[2] for run in history)
-        planned = self._private.noise_multiplier, self._source.loader.sample_rate, max_steps - self.state.global_step
-        allowed = steps_within(target, history, planned, self.delta(), self.privacy.accountant)
+        done, rest, loader = sum(made[2] for made in history), max_steps - self.state.global_step, self._source.loader
+        by, delta = self.privacy.accountant, self.delta()
+        if isinstance(run, CorrelatedStep) and isinstance(loader, CycleLoader):
+            spent, place, promise = run.mechanism.strategy.epsilon, self._place["step"], loader.participation
+            allowed = most_within(
+                rest, lambda steps: spent(run.blocks_after(steps, promise, place), delta, by) <= target
+            )
+        else:
+            allowed = steps_within(target, history, (run.noise_multiplier, loader.sample_rate, rest), delta, by)
         if allowed == 0 and self.state.global_step < max_steps:
             raise AccountingError(
                 f"the budget is spent: {done} steps have taken epsilon {at_most(self.epsilon(), 6)} of {target} at "
@@ -233,13 +286,20 @@ class Spending:
             "style": named["style"],
             "noise_seed": named["seed"],
             **{name: named[name] for name in adaptive_clipping.OPTIONS if named[name] is not None},
+            **(
+                {} if self.privacy.noise is None else {"noise": getattr(self.privacy.noise, "mark", self.privacy.noise)}
+            ),
         }
 
     def _spent(self) -> ledger.Spent:
-        told = {
-            "delta": self.delta(), "accountant": self.privacy.accountant,
-            "neighbours": self._neighbours(),
-            "sampling": "Poisson", "sample_rate": None if self._source is None else self._source.loader.sample_rate,
+        told: dict[str, Any] = {"sampling": "Poisson", "sample_rate": None}
+        if self._blocks is not None:
+            plain = [block.plain for block in self._blocks.all.values()]
+            told = {"sampling": self.privacy.sampling or SAMPLING[0], "blocks": plain}
+        elif self._source is not None:
+            told["sample_rate"] = self._source.loader.sample_rate
+        told |= {
+            "delta": self.delta(), "accountant": self.privacy.accountant, "neighbours": self._neighbours(),
             **self._options(),  # not the count of samples left out, which no guarantee covers: checkpoints get uploaded
         }  # fmt: skip
         return ledger.Spent(self.history, self._place, told)

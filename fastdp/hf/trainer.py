@@ -210,8 +210,8 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         if not self._lies_in_parts():
             self._examine()
         assert self._source is not None
-        noise = self._noise_for(steps, self._trained)
-        self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
+        options = {**self.privacy.engine_options(), **self._noise_for(steps, self._trained)}
+        self._private = privatize(plain, self._trained, **options)
         self._taken_over = self._private._privacy.ledger.spent
         if self.privacy.graphed and self.args.torch_compile:
             raise StepError("graphed=True and torch_compile=True are two ways to the same end: leave one of them out")

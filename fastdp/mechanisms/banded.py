@@ -83,6 +83,10 @@ class Banded(Toeplitz, Strategy):
         """Return a bound of the operator norm of E, what C has beyond its bands, in a run of so many steps."""
         return float(np.abs(self.coefficients(steps)[self.bands :]).sum())
 
+    def expression(self, steps: int) -> str:
+        found = np.pad(self.designed, (0, self.bands - len(self.designed)))  # fewer steps than bands were planned
+        return f"Banded({self.bands}, coefficients={found.tolist()})"
+
     @property
     def mark(self) -> str:
         return f"{self!r} {mark(self.weights.tobytes())}"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
@@ -33,7 +33,7 @@ from ..accounting.noise_search import smallest_noise
 from ..accounting.participation import KINDS, Block, Participation
 from ..accounting.runs import finite
 from ..errors import AccountingError
-from .bins import epsilon_of_bins
+from .bins import SAMPLES, epsilon_of_bins
 from .encoders import Encoder, Toeplitz
 from .sensitivity import by_place, participations, sensitivity
 
@@ -61,11 +61,42 @@ def epsilon_of_blocks(strategy: Encoder, blocks: Iterable[Block], delta: float, 
     found = [block for block in blocks if block.steps]
     if not found or not all(finite(block.noise_multiplier) for block in found):
         return math.inf if found else 0.0
-    if wrong := sorted({block.participation.kind for block in found} - set(KINDS)):
+    return composed(strategy, found).epsilon(delta, accountant)
+
+
+class Composed(NamedTuple):
+    """What blocks with noise are together.
+
+    Attributes:
+        plain: the square of the sensitivity over the noise of all that is not sampled: one Gaussian mechanism.
+        sampled: of cyclic Poisson samples, as a history.
+        grams: of balls in bins, as `epsilon_of_bins` takes them.
+        apart: the square of how far what is encoded is off this, over the noise.
+    """
+
+    plain: float
+    sampled: History
+    grams: list[np.ndarray]
+    apart: float
+
+    def epsilon(self, delta: float, accountant: str, samples: int = SAMPLES) -> float:
+        """At delta. samples: of balls in bins."""
+        if self.grams:
+            grams = [*self.grams, *([np.array([[self.plain]])] if self.plain else [])]
+            return _with_rest(lambda part: epsilon_of_bins(grams, part, samples), delta, math.sqrt(self.apart))
+        if not self.sampled and accountant != "rdp":
+            return gaussian_epsilon(math.sqrt(self.plain), delta)
+        history = [*self.sampled, *([(1 / math.sqrt(self.plain), 1.0, 1)] if self.plain else [])]
+        return _with_rest(lambda part: epsilon_of(history, part, accountant), delta, math.sqrt(self.apart))
+
+
+def composed(strategy: Encoder, blocks: list[Block]) -> Composed:
+    """Add up blocks that have steps, and noise. The errors are those of `epsilon_of_blocks`."""
+    if wrong := sorted({block.participation.kind for block in blocks} - set(KINDS)):
         raise AccountingError(f"no accounting is known for the participation {wrong[0]!r}, only for {', '.join(KINDS)}")
     orders, rounds = _Places(), _Places()
     bins, plain, apart = [], 0.0, 0.0  # the squares of sensitivities over noise
-    for block in found:
+    for block in blocks:
         _, sigma, steps, part, first = block
         if part.kind == "cyclic Poisson":
             column, rest = amplified(strategy, steps, part.period)
@@ -84,17 +115,10 @@ def epsilon_of_blocks(strategy: Encoder, blocks: Iterable[Block], delta: float, 
         sampled[kind] += int(most)
     if bins and sampled:
         raise AccountingError("cyclic Poisson sampling and balls in bins in one run: there is no accounting for both")
+    grams: list[np.ndarray] = []
     if bins:
         grams, apart = _grams(strategy, bins)
-        if plain:
-            grams.append(np.array([[plain]]))
-        return _with_rest(lambda part: epsilon_of_bins(grams, part), delta, math.sqrt(apart))
-    if not sampled and accountant != "rdp":
-        return gaussian_epsilon(math.sqrt(plain), delta)
-    history: History = [(sigma, rate, times) for (sigma, rate), times in sampled.items()]
-    if plain:
-        history.append((1 / math.sqrt(plain), 1.0, 1))
-    return _with_rest(lambda part: epsilon_of(history, part, accountant), delta, math.sqrt(apart))
+    return Composed(plain, [(sigma, rate, times) for (sigma, rate), times in sampled.items()], grams, apart)
 
 
 def check(strategy: Encoder, participation: Participation) -> None:
@@ -150,11 +174,12 @@ def _grams(strategy: Encoder, blocks: list[Block]) -> tuple[list[np.ndarray], fl
     """
     grams: dict[tuple[str, int], np.ndarray] = {}
     apart = 0.0
-    often = Counter(block.participation.mark for block in blocks)
-    for number, block in enumerate(blocks):
+    marks = [block.participation.mark.partition("|")[0] for block in blocks]  # of records that cannot be told: the same
+    often = Counter(marks)
+    for number, (block, mark) in enumerate(zip(blocks, marks, strict=True)):
         period = block.participation.period
-        draw = (block.participation.mark or f"{number}", period)
-        if block.first is None and block.participation.mark and often[block.participation.mark] > 1:
+        draw = (mark or f"{number}", period)
+        if block.first is None and mark and often[mark] > 1:
             raise AccountingError("blocks of one draw of balls in bins, and it is not known at which step they began")
         shifts, norm, most = _shifts(strategy, block.steps, period)
         if norm > _NEGATIVE * most:
@@ -231,10 +256,11 @@ def noise_multiplier_for_strategy(
     steps: int,
     participation: Participation,
     accountant: str = "prv",
+    before: Iterable[Block] = (),
 ) -> float:
     """Find the smallest noise multiplier with which a block, begun at the beginning of a cycle, spends target_epsilon.
 
-    The other arguments are those of `Block` and `epsilon_of_blocks`.
+    The other arguments are those of `Block` and `epsilon_of_blocks`. before: blocks that were made and count, too.
 
     Returns:
         The noise multiplier. Its epsilon is at most target_epsilon, and less by no more than 0.2 %, or 1 % for balls in
@@ -246,11 +272,18 @@ def noise_multiplier_for_strategy(
     if not 0 < target_epsilon < math.inf:
         raise AccountingError(f"target_epsilon must be positive and finite, not {target_epsilon!r}")
 
+    made = list(before)
+
     def spent(sigma: float) -> float:
         block = Block("", sigma, steps, participation, 0)
-        return epsilon_of_blocks(strategy, [block], delta, accountant)
+        return epsilon_of_blocks(strategy, [*made, block], delta, accountant)
 
     precision = target_epsilon * (1e-2 if participation.kind == "balls in bins" else 2e-3)
+    if made and (gone := epsilon_of_blocks(strategy, made, delta, accountant)) > target_epsilon - precision:
+        raise AccountingError(
+            f"the budget is spent: the steps so far have epsilon {gone:.4g} at delta {delta:g}, which leaves next to "
+            f"nothing of target_epsilon={target_epsilon:g} for {steps} more: take a larger one"
+        )
     start = max(1.0, sensitivity(strategy, steps, participation, 0))
     found = smallest_noise(spent, target_epsilon, start=start, precision=precision, nearest=1e-6, most=1e6)
     if found is None:

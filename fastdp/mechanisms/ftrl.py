@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import epsilon_of, warn_of_delta
+from ..accounting.card import of_gaussian, recompute
 from ..accounting.used_draws import IN_ORDER
 from ..batch_axis.current_batch import PhysicalBatch
 from ..distributed.world import refuse_several
@@ -34,7 +35,8 @@ from ..optim.optimizers import _Constructed
 from ..optim.option_checks import refuse_second_step
 from ..optim.private_step import PrivateStep
 from ..utils.keyword_arguments import declared
-from .participation import Tree, runs_of
+from .correlated_card import IN_ONE_ORDER, NEIGHBOURS
+from .participation import Tree, nodes_over, runs_of
 from .tree import TreeNoise
 
 _NEEDS = "DP-FTRL needs a fixed order of the records, which fastdp.mechanisms.ftrl_loader gives: "
@@ -146,6 +148,7 @@ class TreePrivacy(PrivateStep):
         warn_of_delta(delta, trees.records or None, stacklevel=4)
         if sum(run[2] for run in self.ledger.spent) > sum(tree.steps for tree in trees.all.values()):
             raise AccountingError("the history holds steps of which it is not known what tree they are of")
+        self.ledger.asked = delta, None
         return epsilon_of(runs_of(trees.all.values()), delta, self.accountant)
 
     def retrack(self, params: list[Tensor]) -> None:
@@ -186,6 +189,21 @@ class Trees:
             name = secrets.token_hex(8)
             self.all[name] = Tree(name, self.noise[0], step, 1)
         self.order, self.next = order, (order, number, step + 1)
+
+    def facts(self, epsilon: float, delta: float, accountant: str) -> dict[str, Any]:
+        """Return what the privacy card tells."""
+        runs = runs_of(self.all.values())
+        cost = sum(nodes / sigma**2 if sigma else math.inf for sigma, _, nodes, *_ in runs)
+        right, found = of_gaussian(math.sqrt(cost))
+        return {
+            "accountant": f"{accountant.upper()}, of Gaussian mechanisms: the nodes over a record's steps",
+            "sampling": f"none: {IN_ONE_ORDER.format(period=self.steps)}", "neighbours": NEIGHBOURS,
+            "right_guesses": right, "true_positives": found, "mechanism": "tree aggregation",
+            "blocks": [
+                {**tree._asdict(), "sensitivity": math.sqrt(nodes_over(tree.steps))} for tree in self.all.values()
+            ],
+            "recompute": recompute(runs, delta, accountant),
+        }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds: no noise, so that a run which loads it begins a tree."""

@@ -26,6 +26,7 @@ from ..accounting.participation import Block, Participation
 from ..distributed.fingerprints import mark
 from ..errors import StepError
 from ..ops.checks import MOST_WEIGHT
+from .correlated_card import facts
 from .correlated_privacy import check, epsilon_of_blocks, noise_multiplier_for_strategy
 from .encoders import Encoder, Row, Toeplitz, number_in, whole
 
@@ -40,6 +41,16 @@ class Strategy(Encoder):
     def epsilon(self, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
         """As `epsilon_of_blocks`."""
         return epsilon_of_blocks(self, blocks, delta, accountant)
+
+    def expression(self, steps: int) -> str:
+        """Return a Python expression of a strategy, by names of this package, that accounts for so many steps alike."""
+        return repr(self) if type(self) in _SAID else f"Matrix({self.rows(steps).tolist()})"
+
+    def facts(self, blocks: Iterable[Block], epsilon: float, delta: float, accountant: str) -> dict[str, Any]:
+        """Return what a privacy card tells of blocks whose epsilon at delta this is."""
+        found = list(blocks)
+        steps = max((block.steps for block in found), default=1)
+        return facts(self, self.expression(steps), found, epsilon, delta, accountant)
 
     def noise_multiplier(self, **options: Any) -> float:
         """As `noise_multiplier_for_strategy`."""
@@ -211,6 +222,9 @@ class Matrix(Strategy):
 
     def __repr__(self) -> str:
         return f"<Matrix of {len(self._rows)} steps>"
+
+
+_SAID = (Independent, Lambda, Bisr, TreeAggregation)  # whose repr is an expression
 
 
 def square_root(terms: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,7 +18,8 @@ from torch import nn
 
 from ..accounting import warn_of_delta
 from ..accounting.budget import Budget
-from ..accounting.participation import Block, Participation
+from ..accounting.participation import Block, Participation, block_of
+from ..accounting.runs import count_steps
 from ..batch_axis.current_batch import PhysicalBatch
 from ..distributed.fingerprints import mark
 from ..engine.gradients import Gradients
@@ -49,6 +49,9 @@ class Strategy(Protocol):
     def epsilon(self, blocks: Iterable[Block], delta: float, accountant: str = "prv") -> float:
         """That all blocks have spent."""
 
+    def facts(self, blocks: Iterable[Block], epsilon: float, delta: float, accountant: str) -> dict[str, Any]:
+        """What a privacy card tells of all blocks, whose epsilon at delta this is."""
+
     def noise_multiplier(
         self, *, target_epsilon: float, delta: float, steps: int, participation: Participation, accountant: str = "prv"
     ) -> float:
@@ -62,7 +65,7 @@ class _Running:
     place: tuple[str, int, int]  # of its last step: what the loader draws by, its pass and its step
     drawn: tuple[str, int]  # a mark of the generator's key, and the number of the block's first draw
     noised: tuple[float, float]  # noise multiplier and sensitivity
-    offsets: Mapping[int, int] | None  # of the parameters; None: not known, of a run that was resumed
+    offsets: Mapping[str, int] | None  # of the parameters; None: not known, of a run that was resumed
 
 
 class Blocks:
@@ -111,23 +114,30 @@ class Blocks:
             follows = follows and (now.place[1] == old.place[1] or now.place[2] % promise.period == 0)
         return self.last.steps if follows and number == old.drawn[1] + self.last.steps else 0
 
-    def count(self, now: _Running, step: int, participation: Participation) -> None:
-        """This step of a block was made."""
-        if step == 0:
-            name = secrets.token_hex(8)
-            self.all[name] = Block(name, now.noised[0], 1, participation, now.place[2] % participation.period)
-        else:
-            self.all[self.last.name] = self.last._replace(steps=step + 1)
+    def block(self, now: _Running, step: int, promise: Participation) -> Block:
+        """The block as it is with this step of it."""
+        if step:
+            return self.last._replace(steps=step + 1)
+        return Block(secrets.token_hex(8), now.noised[0], 1, promise, now.place[2] % promise.period)
+
+    def count(self, now: _Running, block: Block) -> None:
+        """A step was made, and the block is this one now."""
+        if block.name in self.all:
             assert self.running is not None
             now.drawn = self.running.drawn
-        self.running = now
+        self.all[block.name], self.running = block, now
 
-    def with_a_step(self, noise_multiplier: float, step: int, participation: Participation, first: int) -> list[Block]:
-        """The blocks as they are if this step of a block is made."""
-        if step == 0:
-            return [*self.all.values(), Block("", noise_multiplier, 1, participation, first)]
-        *before, last = self.all.values()
-        return [*before, last._replace(steps=step + 1)]
+    def facts(self, epsilon: float, delta: float, accountant: str) -> dict[str, Any]:
+        """Return what the privacy card tells."""
+        return self.strategy.facts(self.all.values(), epsilon, delta, accountant)
+
+    def add(self, others: Iterable[Block]) -> None:
+        """Count these, too. Of a block that is known, the larger number of steps counts, and it goes on no more."""
+        for block in others:
+            known = self.all.get(block.name)
+            if known is None or known.steps < block.steps:
+                self.all[block.name] = block if known is None else known._replace(steps=block.steps)
+                self.running = None
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. The running block goes on only if the noise does (`load_noise_state`)."""
@@ -140,14 +150,7 @@ class Blocks:
 
     def read(self, state: dict[str, Any]) -> Callable[[], object]:
         """Read a `state`; the result takes it up. Blocks that it does not hold stay counted."""
-        found = {}
-        for name, sigma, steps, (kind, period, separation, rate, of), first in state["blocks"]:
-            promise = Participation(str(kind), int(period), int(separation), float(rate), str(of))
-            if int(steps) < 1 or not 0 <= float(sigma) < math.inf or promise.period < 1:
-                raise ValueError("a block without steps, or with a noise multiplier that is none")
-            found[str(name)] = Block(
-                str(name), float(sigma), int(steps), promise, None if first is None else int(first)
-            )
+        found = {block.name: block for block in (block_of(*said) for said in state["blocks"])}
         running = None
         if state.get("running"):
             place, drawn, noised = state["running"]
@@ -157,7 +160,11 @@ class Blocks:
             )  # fmt: skip
 
         def take_up() -> None:
-            mine = {name: own for name, own in self.all.items() if own.steps > getattr(found.get(name), "steps", 0)}
+            mine = {
+                name: found.get(name, own)._replace(steps=own.steps)
+                for name, own in self.all.items()
+                if own.steps > getattr(found.get(name), "steps", 0)
+            }
             self.running = None if mine or not found else running
             self.all = {**mine, **found} if self.running else {**found, **mine}
 
@@ -173,14 +180,17 @@ class CorrelatedStep(PrivateStep):
         check_strategy(noise)
         if options.get("sample_rate") is not None:
             raise AccountingError(f"sample_rate= with noise=: the loader says who is in a batch. {_LOADERS}")
-        if options.get("ledger") is not None:
-            raise StepError(
-                "ledger= with noise=: the file does not hold which steps are of one block of noise, of which epsilon "
-                "depends. Save state_dict() as often as needed"
-            )
-        self.mechanism = Blocks(noise)
-        self._now: tuple[_Running, int, Participation] | None = None  # of the step that is made: which of its block
+        self.mechanism, self._in_file = Blocks(noise), options.get("ledger") is not None
+        self._now: tuple[_Running, Block] | None = None  # of the step that is made
         super().__init__(model, params, **options)
+        written = [block for name, block in self.ledger.blocks if name == self.mechanism.name]
+        if count_steps(self.ledger.written) > sum(block.steps for block in written):
+            self.close()
+            raise AccountingError(
+                f"the ledger holds steps with other noise than {self.mechanism.name}, and no one epsilon is of all: "
+                "give this run a file of its own, and add up both epsilons"
+            )
+        self.mechanism.add(written)
 
     def _of_loader(  # type: ignore[override]
         self, current: PhysicalBatch, stepped: tuple[int, int], rate: float | None, expected: float | None
@@ -199,6 +209,11 @@ class CorrelatedStep(PrivateStep):
     def _promise_of(self, current: PhysicalBatch | None) -> Participation:
         if current is not None and current.participation is not None and current.people is None:
             self.mechanism.check(current.participation)
+            if self._in_file and current.participation.kind == "balls in bins":
+                raise StepError(
+                    "ledger= with balls in bins: epsilon depends on whether blocks are of one secret draw, which the "
+                    "file does not tell. Leave it out, or take another loader"
+                )
             return current.participation
         begin = f"{self.mechanism.name} is accounted for by how far apart the steps of one record are, "
         if current is None:
@@ -220,34 +235,35 @@ class CorrelatedStep(PrivateStep):
         promise = self._promise_of(self.loader_batch.current())
         noised = (self.noise_multiplier, self.clipping.sensitivity)
         now = _Running(self._loader_position, (mark("noise", self.noise.key), self.noise.step), noised, None)
+        offsets = self.engine.offsets()
+        now.offsets = {name: offsets[name] for name in self.engine.named_parameters()}
         step = self.mechanism.step_of(now, self.noise.step, promise)
-        self._refuse_beyond_budget(now, step, promise)
+        block = self.mechanism.block(now, step, promise)
+        self._refuse_beyond_budget(block)
         if promise.kind == "cyclic Poisson" and any(map(self.ledger.draws.holds, self._drawn)):
             self.discard()
             raise StepError(
                 "a step was made on this very sample before, and samples drawn anew are what is accounted for: make a "
                 "new loader without seed=, or go on with the old one from where it is"
             )
+        own, earlier = self.mechanism.strategy.noise_row(step)
+        self.ledger.block = self.mechanism.name, block
         release = super().release()
-        now.offsets = dict(release.offsets)
-        step = self.mechanism.step_of(now, self.noise.step, promise)
         if step == 0 and self.mechanism.running is not None and noised != self.mechanism.running.noised:
             self._warn_once(
                 "the noise multiplier or the clipping norm has changed, so correlated noise has begun anew: what was "
                 "drawn before no longer cancels. Change them seldom",
                 "noise begun anew",
             )
-        own, earlier = self.mechanism.strategy.noise_row(step)
-        self._now = (now, step, promise)
+        self._now = now, block
         draws = [(self.noise.step - lag, weight / own) for lag, weight in earlier]
         return release._replace(std=self.noise_std * own, earlier=draws)
 
-    def _refuse_beyond_budget(self, now: _Running, step: int, promise: Participation) -> None:
+    def _refuse_beyond_budget(self, block: Block) -> None:
         budget = self.ledger.budget
         if not isinstance(budget, BlocksBudget):
             return
-        first = now.place[2] % promise.period
-        blocks = self.mechanism.with_a_step(self.noise_multiplier, step, promise, first)
+        blocks = [*(each for name, each in self.mechanism.all.items() if name != block.name), block]
         if not budget.covers(blocks, lambda found: self._spent(found, budget.delta) <= budget.target_epsilon):
             self.discard()
             raise StepError(
@@ -255,6 +271,17 @@ class CorrelatedStep(PrivateStep):
                 f"{budget.delta:g} ({budget.steps} steps were planned). No step was made. Stop here, or make a new "
                 "optimizer, whose epsilon adds to this one's"
             )
+
+    def blocks_after(self, steps: int, promise: Participation, place: int) -> list[Block]:
+        """Return the blocks after so many more steps in a row. place: in its pass, of the first of them."""
+        old = self.mechanism.running
+        noised = (self.noise_multiplier, self.clipping.sensitivity)
+        if old is not None and (old.drawn[0], old.noised) == (mark("noise", self.noise.key), noised):
+            *before, last = self.mechanism.all.values()
+            if last.participation == promise and (place - old.place[2] - 1) % promise.period == 0:
+                return [*before, last._replace(steps=last.steps + steps)]
+        new = Block("", self.noise_multiplier, steps, promise, place % promise.period)
+        return [*self.mechanism.all.values(), new]
 
     def _spent(self, blocks: Sequence[Block], delta: float) -> float:
         return self.mechanism.strategy.epsilon(blocks, delta, self.accountant)
@@ -266,8 +293,7 @@ class CorrelatedStep(PrivateStep):
     def finish(self) -> None:
         """The noised step was made: count it, in its block."""
         if self._now is not None:
-            now, step, promise = self._now
-            self.mechanism.count(now, step, promise)
+            self.mechanism.count(*self._now)
             self._now = None
         super().finish()
 
@@ -279,6 +305,7 @@ class CorrelatedStep(PrivateStep):
         warn_of_delta(delta, blocks.records or None, stacklevel=4)
         if sum(run[2] for run in self.ledger.spent) > sum(block.steps for block in blocks.all.values()):
             raise AccountingError("the history holds steps of which it is not known what block of noise they are of")
+        self.ledger.asked = delta, None
         return self._spent(list(blocks.all.values()), delta)
 
 

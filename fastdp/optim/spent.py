@@ -9,7 +9,7 @@ from typing import Any
 
 from ..accounting.card import NOT_COVERED, PrivacyCard, guess_of, recompute, true_positives, versions
 from ..accounting.runs import sampled_at, steps_in
-from ..errors import AccountingError, NotVerifiedWarning
+from ..errors import NotVerifiedWarning
 from .private_step import PrivateStep
 from .verification_record import verified_on, warn_unverified
 
@@ -41,46 +41,53 @@ def warn_of_doubts(privacy: PrivateStep) -> None:
 
 def card_of(optimizer: Any, privacy: PrivateStep, delta: float | None, sample_rate: float | None) -> PrivacyCard:
     """The card of what an optimizer has released. Arguments and errors are those of its `epsilon`."""
-    if privacy.mechanism is not None:
-        raise AccountingError(
-            f"there is no privacy card for {type(optimizer).__name__}, whose steps are no Poisson samples: epsilon() "
-            "tells what they cost"
-        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         epsilon = optimizer.epsilon(delta, sample_rate=sample_rate)
     delta, _ = privacy.ledger.asked or (delta, None)
     assert delta is not None
     warned = [str(each.message) for each in caught if not issubclass(each.category, NotVerifiedWarning)]
-    history = sampled_at(privacy.ledger.draws.accounted(privacy.ledger.spent), sample_rate)
+    history, unit = privacy.ledger.spent, "person" if privacy.unit.grouped else "record"
+    if privacy.mechanism is None:
+        history = sampled_at(privacy.ledger.draws.accounted(history), sample_rate)
+        told = _of_samples(privacy, unit, history, epsilon, delta)
+    else:
+        told = privacy.mechanism.facts(epsilon, delta, privacy.accountant)
     known_noise = privacy.ledger.by_seed or not privacy.noise.secure
     warned = list(dict.fromkeys([*warned, *privacy.rate_check.told, *privacy.warned.values()]))
-    if privacy.accountant == "gdp":
+    if told["accountant"] == "gdp":
         warned.append("The GDP accountant is an approximation, no upper bound: accountant='prv' gives a bound.")
     grouped = privacy.unit.grouped
-    unit = "person" if grouped else "record"
     named = privacy.engine.named_parameters()
     count, whole = sum(p.numel() for p in named.values()), sum(p.numel() for p in privacy.engine.model.parameters())
-    noisy = bool(history) and epsilon < math.inf
+    if not history or epsilon == math.inf:
+        told |= {"right_guesses": float(epsilon > 0) or 0.5, "true_positives": float(epsilon > 0) or 1e-3}
     secret = not known_noise and not _batches_by_seed(privacy)
-    guaranteed = secret and privacy.accountant != "gdp" and epsilon < math.inf
+    guaranteed = secret and told["accountant"] != "gdp" and epsilon < math.inf
     return PrivacyCard({
         "model": type(privacy.engine.model).__name__, "date": datetime.date.today().isoformat(),
         "epsilon": epsilon, "delta": delta,
         "target_epsilon": None if privacy.ledger.budget is None else privacy.ledger.budget.target_epsilon,
-        "accountant": privacy.accountant, "guaranteed": guaranteed,
-        "unit": unit, "neighbours": f"one {unit}{' (all records of it)' * bool(grouped)} added or removed",
-        "right_guesses": guess_of(epsilon, delta) if noisy else float(epsilon > 0) or 0.5,
-        "true_positives": true_positives(history, privacy.accountant) if noisy else float(epsilon > 0) or 1e-3,
-        "sampling": _sampling(privacy, unit, history), "clipping": _clipping(privacy),
+        "guaranteed": guaranteed, "unit": unit, "clipping": _clipping(privacy),
         "noise": "repeatable, by seed=: whoever knows it can take the noise off" if known_noise else
         "Gaussian, drawn by ChaCha20 from a secret key of the operating system",
         "steps": steps_in(privacy.ledger.spent), "history": [list(run) for run in history],
         "trained": f"{count:,} of {whole:,} parameters",
         "verified": verified_on(privacy.engine.model),
         "warnings": warned, "not_covered": [*NOT_COVERED, *([] if grouped else [SEVERAL])],
-        "recompute": recompute(history, delta, privacy.accountant), "versions": versions(),
+        "versions": versions(), **told,
     })  # fmt: skip
+
+
+def _of_samples(privacy: PrivateStep, unit: str, history: Any, epsilon: float, delta: float) -> dict[str, Any]:
+    """What else a card says where batches are Poisson samples; of other mechanisms, their own `facts` tell it."""
+    return {
+        "accountant": privacy.accountant, "sampling": _sampling(privacy, unit, history),
+        "neighbours": f"one {unit}{' (all records of it)' * bool(privacy.unit.grouped)} added or removed",
+        "right_guesses": guess_of(epsilon, delta),
+        "true_positives": 1.0 if epsilon == math.inf else true_positives(history, privacy.accountant),
+        "recompute": recompute(history, delta, privacy.accountant),
+    }  # fmt: skip
 
 
 def _batches_by_seed(privacy: PrivateStep) -> bool:

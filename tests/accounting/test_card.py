@@ -13,8 +13,6 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.accounting.card import true_positives
-from fastdp.errors import AccountingError
-from fastdp.mechanisms import DPFTRL
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DATA = TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(0)))
@@ -83,8 +81,6 @@ def test_a_card_of_persons_and_of_what_a_script_says():
     optimizer.detach()
     fastdp.verify(model, lambda m, x: m(x).square().sum(1).mean(), torch.randn(4, 3))
     assert optimizer.privacy_card().facts["verified"]
-    with pytest.raises(AccountingError, match="no privacy card for DPFTRL"):
-        DPFTRL(nn.Linear(3, 2), 0.1, noise_multiplier=1.0, expected_batch_size=2).privacy_card(1e-3)
 
 
 def test_a_seed_of_earlier_steps_is_not_forgotten():

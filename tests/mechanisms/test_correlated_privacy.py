@@ -29,6 +29,7 @@ from fastdp.mechanisms import (
 )
 from fastdp.mechanisms import correlated_privacy as accounting
 from fastdp.mechanisms.bins import _away, _smallest, _towards, epsilon_of_bins
+from fastdp.mechanisms.correlated_card import _without_marks
 from fastdp.mechanisms.correlated_privacy import gaussian_epsilon
 
 DELTA = 1e-5
@@ -166,7 +167,7 @@ def test_both_directions_of_bins_have_the_delta_of_plain_samples(sampled: Any) -
 
 @pytest.mark.slow
 def test_bins_of_many_places_hide_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounting, "epsilon_of_bins", lambda grams, delta: epsilon_of_bins(grams, delta, 1 << 17))
+    monkeypatch.setattr(accounting, "epsilon_of_bins", lambda grams, delta, _: epsilon_of_bins(grams, delta, 1 << 17))
     found = epsilon_of_blocks(Bisr(2), [block(bins(10), 2.0, 20)], DELTA)
     assert 0.5 < found < 0.8 * epsilon_of_blocks(Bisr(2), [block(fixed(10), 2.0, 20)], DELTA)
     again = epsilon_of_blocks(Bisr(2), [block(bins(10), 2.0, 20)], DELTA)
@@ -176,9 +177,13 @@ def test_bins_of_many_places_hide_a_record(monkeypatch: pytest.MonkeyPatch) -> N
 def test_blocks_of_one_draw_have_a_record_at_one_place() -> None:
     first, rest = block(bins(3, "a"), 1.0, 4), block(bins(3, "a"), 1.0, 5, first=1)
     (gram,), _ = accounting._grams(Independent(), [first, rest])
+    whole = gram.tolist()
     assert gram.tolist() == [[3, 0, 0], [0, 3, 0], [0, 0, 3]]
     grams, _ = accounting._grams(Independent(), [first, rest._replace(participation=bins(3, "b"))])
     assert [np.diagonal(gram).tolist() for gram in grams] == [[2, 1, 1], [1, 2, 2]]
+    unknown = [each._replace(participation=bins(3, f"a|{each.steps}")) for each in (first, rest)]
+    for same in (unknown, _without_marks(unknown)):  # one key: records that cannot be told are taken for the same
+        assert [gram.tolist() for gram in accounting._grams(Independent(), same)[0]] == [whole]
     with pytest.raises(AccountingError, match="not known at which step they began"):
         accounting._grams(Independent(), [first, rest._replace(first=None)])
 

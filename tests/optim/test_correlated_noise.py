@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,8 +116,11 @@ def test_a_run_goes_on_with_its_noise_or_begins_a_block() -> None:
         loader.load_state_dict(place)
         if secret:
             other.load_noise_state(noise)
+        planned = other._privacy.blocks_after(6, loader.participation, loader.state_dict()["step"])
         again = train(other, model, loader, 2)
         assert all(map(torch.equal, again, rest)) == secret
+        made = other._privacy.mechanism.all.values()
+        assert [block[1:] for block in planned] == [block[1:] for block in made]
         assert blocks_of(other) == ([9] if secret else [3, 6])
         if secret:
             assert other.epsilon(1e-3) == pytest.approx(whole)
@@ -165,6 +169,53 @@ def test_a_budget_is_that_of_one_block() -> None:
     assert blocks_of(optimizer) == [6]
 
 
+@pytest.mark.filterwarnings("ignore::fastdp.errors.NotVerifiedWarning")
+def test_a_ledger_counts_steps_after_a_checkpoint_in_their_blocks(tmp_path: Path) -> None:
+    path, loader = str(tmp_path / "ledger"), mechanisms.fixed_order_loader(data(), batch_size=BATCH)
+
+    def begin(noise: Any = STRATEGIES[1], **options: Any) -> tuple[Any, nn.Module]:
+        model = make_model()
+        return make(model, noise, seed=None, ledger=path, **options), model
+
+    def epsilon(*blocks: tuple[int, int], mark: str = loader.participation.mark) -> float:
+        part = loader.participation._replace(mark=mark)
+        return Bisr(4).epsilon([mechanisms.Block("", SIGMA, steps, part, first) for steps, first in blocks], 1e-3)
+
+    first, model = begin()
+    train(first, model, loader)
+    state = first.state_dict()
+    train(first, model, loader)
+    first.detach()
+    second, model = begin()
+    assert blocks_of(second) == [6]
+    with pytest.warns(UserWarning, match="3 noised"):
+        second.load_state_dict(state)
+    assert second.epsilon(1e-3) == pytest.approx(epsilon((6, 0)))
+    second._privacy.release_hook = lambda release: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        train(second, model, loader)
+    second._privacy.release_hook = None
+    loader.load_state_dict({**loader.state_dict(), "step": 1})
+    train(second, model, loader)  # with most at another place of a pass than before
+    assert blocks_of(second) == [6, 2] and second.epsilon(1e-3) == pytest.approx(epsilon((6, 0), (2, 1)))
+    second.detach()
+    written = Path(path).read_text()
+    assert loader.participation.mark.split()[-1] not in written
+    Path(path).write_text(written + written.splitlines(keepends=True)[-1])
+    third, model = begin()
+    assert blocks_of(third) == [6, 1, 3]  # steps that failed after they were written count
+    assert third.epsilon(1e-3) == pytest.approx(epsilon((6, 0), (1, 0), (3, 1), mark=""))
+    with pytest.raises(StepError, match="ledger= with balls in bins"):
+        train(third, model, mechanisms.balls_in_bins_loader(data(), batch_size=BATCH))
+    third.detach()
+    with pytest.raises(AccountingError, match="file of its own"):
+        begin(Lambda(0.5))
+    fourth, model = begin(None, sample_rate=0.1, expected_batch_size=BATCH)
+    for refused in (lambda: fourth.epsilon(1e-3), lambda: train(fourth, model, [tuple(data()[:4])])):
+        with pytest.raises(AccountingError, match="holds steps with correlated noise"):
+            refused()
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     model = make_model()
     with pytest.raises(TypeError, match="strategy of fastdp.mechanisms"):
@@ -173,8 +224,6 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         make(model, Bisr(4), clipping="adaptive")
     with pytest.raises(AccountingError, match="sample_rate="):
         make(model, Bisr(4), sample_rate=0.1)
-    with pytest.raises(StepError, match="state_dict"):
-        make(model, Bisr(4), ledger="anywhere")
     optimizer = make(model, Bisr(4))
     with pytest.raises(StepError, match="poisson_loader draws each step"):
         train(optimizer, model, fastdp.poisson_loader(data(), expected_batch_size=BATCH))

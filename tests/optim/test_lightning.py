@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import fastdp
+from fastdp import mechanisms
 from fastdp.errors import StepError
 
 from ..by_hand import EXPECTED, RECORDS, Loop, R, network, records
@@ -115,6 +116,37 @@ def test_without_anything_of_ours_but_the_optimizer_and_the_loader(tmp_path):
     assert module.private.history == [(0.0, Q, 2 * STEPS)]
     module.truth.assert_equal(module.net)
     assert fastdp.sampling.current() is None or len(fastdp.batch_axis.current_batch.ACTIVE) == 0
+
+
+# --------------------------------------------------------------------------- correlated noise
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_correlated_noise_keeps_a_budget_and_goes_on_from_a_checkpoint(tmp_path, limit):
+    """5 steps a pass. Who resumes begins a block, and the budget is that of both."""
+    noise, sigma, target = mechanisms.Bisr(4), 3.0, 2.75
+
+    def fit(epochs, path=None):
+        module = module_of(truth=False, noise_multiplier=sigma, noise=noise)
+        loader = mechanisms.fixed_order_loader(records(), batch_size=8, max_physical_batch_size=limit)
+        trainer = trainer_of(
+            tmp_path, max_epochs=epochs, callbacks=[DPCallback(delta=1e-3, target_epsilon=target)]
+        )  # fmt: skip
+        trainer.fit(module, stream(loader) if limit else loader, ckpt_path=path, weights_only=False)
+        return trainer, list(module.private._privacy.mechanism.all.values()), loader.participation
+
+    def epsilon(*steps):
+        blocks = [mechanisms.Block(f"{first}", sigma, count, promise, first % 5) for first, count in steps]
+        return mechanisms.epsilon_of_blocks(noise, blocks, 1e-3)
+
+    trainer, blocks, promise = fit(1)
+    assert [block.steps for block in blocks] == [5]
+    assert float(trainer.callback_metrics["epsilon"]) == pytest.approx(epsilon((0, 5)))
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    _, blocks, _ = fit(99, str(tmp_path / "first.ckpt"))
+    first, more = [block.steps for block in blocks]
+    assert first == 5 and blocks[1].first == 0 and more > 5
+    assert epsilon((0, 5), (5, more)) <= target < epsilon((0, 5), (5, more + 1))
 
 
 # --------------------------------------------------------------------------- checkpoints, the budget
