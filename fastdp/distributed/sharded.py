@@ -75,6 +75,12 @@ class Sharded:
         """Raise, in place of an error of a gather, what a function makes of it."""
         self._undo += [names.explain_gathers(group.handle, explained) for group in self.groups]
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all groups lie on the same processes, in the same way."""
+        first = self.groups[0]
+        return all(each.scatter is first.scatter and each.copies is first.copies for each in self.groups)
+
     def process_groups(self) -> list[Any]:
         """Over which the model lies."""
         return [found for group in self.groups for found in (group.scatter, group.copies)]
