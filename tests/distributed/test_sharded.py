@@ -12,6 +12,7 @@ import torch
 from .. import forked
 from .checkpoints import FOLDER, STATES, saved, taken_up
 from .loading import correlated, persons, records
+from .messages import CASES as MESSAGES
 from .ranks import ROOT, Launches, killed
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
 ]
-TWO = {**EXACT, **OTHERS, **ERRORS, **STATES, "saved": saved}
+TWO = {**EXACT, **OTHERS, **ERRORS, **MESSAGES, **STATES, "saved": saved}
 CASES = {**TWO, **FOUR, "taken_up": taken_up}
 THREE = [
     "unequal and empty",
