@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 
 import numpy as np
 import pytest
 import torch
 
+from fastdp.accounting import epsilon_of
+
 from .. import forked
-from .checkpoints import FOLDER, STATES, saved, taken_up
+from .checkpoints import FOLDER, STATES, optimizer_of, saved, taken_up, train, weights
 from .loading import correlated, persons, records
 from .messages import CASES as MESSAGES
+from .models import build
 from .ranks import ROOT, Launches, killed
+from .restarted import SAVED, STEPS
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
 
@@ -59,9 +64,27 @@ def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(ranks):
     found = [by_case["saved"] for by_case in ranks.of(2)] + [by_case["taken_up"] for by_case in ranks.of(3)]
     found.append(taken_up(0, 1, wrap=lambda model: model))
     assert len({key for _, _, key in found}) == 3  # of each run another
-    for weights, history, _ in found:
+    for each, history, _ in found:
         assert history == [(1e-9, 0.1, 5)]
-        assert max(np.abs(a - b).max() for a, b in zip(weights, found[0][0], strict=True)) < 1e-6
+        assert max(np.abs(a - b).max() for a, b in zip(each, found[0][0], strict=True)) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchrun_begins_all_ranks_anew(tmp_path):
+    """Steps that are made again are on the ledger twice, as is the one that never was: the rank had died."""
+    forked.ready(1, ("torch.distributed.launcher.api", "torch.distributed.checkpoint", "tests.distributed.restarted"))
+    process = forked.start("-m", "tests.distributed.restarted", str(tmp_path))
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    alone = build()
+    truth = optimizer_of(alone)
+    train(alone, truth, 0, 1, 0, STEPS)
+    made = epsilon_of([(1e-9, 0.1, STEPS + STEPS - SAVED)], 1e-5, "rdp")
+    for found, history, epsilon in pickle.loads((tmp_path / "found.pickle").read_bytes()):
+        assert history == truth.history and epsilon == made > truth.epsilon(1e-5)
+        assert max(np.abs(a - b).max() for a, b in zip(found, weights(alone), strict=True)) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore")
