@@ -100,7 +100,8 @@ class LoRA(nn.Module):
         self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.b(self.a(x))
+        weight, bias = self.base.weight.to(x.dtype), self.base.bias.to(x.dtype)  # no 16-bit products, which round by B
+        return F.linear(x, weight, bias) + self.b(self.a(x))
 
 
 def build(kind: str = "") -> LM:

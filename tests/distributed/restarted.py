@@ -11,9 +11,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fastdp.accounting import epsilon_of
+
+from .. import forked
 from . import checkpoints
 from .models import build
 from .sharded import sharded
@@ -49,6 +53,26 @@ def main(folder: str) -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     found = elastic_launch(config, worker)(folder)
     (Path(folder) / "found.pickle").write_bytes(pickle.dumps([found[rank] for rank in sorted(found)]))
+
+
+def check_restart(folder: Path) -> str:
+    """Steps that are made again are on the ledger twice, as is the one that never was: the rank had died."""
+    forked.ready(1, ("torch.distributed.launcher.api", "torch.distributed.checkpoint", "tests.distributed.restarted"))
+    process = forked.start("-m", "tests.distributed.restarted", str(folder))
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    alone = build()
+    truth = checkpoints.optimizer_of(alone)
+    checkpoints.train(alone, truth, 0, 1, 0, STEPS)
+    made, worst = epsilon_of([(1e-9, 0.1, STEPS + STEPS - SAVED)], 1e-5, "rdp"), 0.0
+    for found, history, epsilon in pickle.loads((folder / "found.pickle").read_bytes()):
+        assert history == truth.history and epsilon == made > truth.epsilon(1e-5)
+        pairs = zip(found, checkpoints.weights(alone), strict=True)
+        worst = max(worst, *(float(np.abs(a - b).max()) for a, b in pairs))
+    assert worst < 1e-6
+    return f"weights {worst:.0e}"
 
 
 if __name__ == "__main__":

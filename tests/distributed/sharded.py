@@ -211,7 +211,8 @@ def _by_policy(rank: int, world: int, wrap: Any, **shared: Any) -> None:
         loss_of(several, batches[rank], total=True).backward()
         optimizer.step()
         with single():
-            loss_of(one, torch.cat(batches), total=True).backward()
+            for own in batches:  # one by one, as 16-bit products round by the size of a batch
+                loss_of(one, own, total=True).backward()
             truth.step()
     for p, q in zip(several.parameters(), one.parameters(), strict=True):
         assert p.dtype == torch.float32

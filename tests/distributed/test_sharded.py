@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 
 import numpy as np
 import pytest
 import torch
 
-from fastdp.accounting import epsilon_of
-
 from .. import forked
-from .checkpoints import FOLDER, STATES, optimizer_of, saved, taken_up, train, weights
-from .loading import correlated, persons, records
+from .checkpoints import FOLDER, STATES, saved, taken_up
+from .loading import check_records, correlated, persons, records
 from .messages import CASES as MESSAGES
-from .models import build
 from .ranks import ROOT, Launches, killed
-from .restarted import SAVED, STEPS
+from .restarted import check_restart
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
 
@@ -71,20 +67,7 @@ def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(ranks):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torchrun_begins_all_ranks_anew(tmp_path):
-    """Steps that are made again are on the ledger twice, as is the one that never was: the rank had died."""
-    forked.ready(1, ("torch.distributed.launcher.api", "torch.distributed.checkpoint", "tests.distributed.restarted"))
-    process = forked.start("-m", "tests.distributed.restarted", str(tmp_path))
-    try:
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-    alone = build()
-    truth = optimizer_of(alone)
-    train(alone, truth, 0, 1, 0, STEPS)
-    made = epsilon_of([(1e-9, 0.1, STEPS + STEPS - SAVED)], 1e-5, "rdp")
-    for found, history, epsilon in pickle.loads((tmp_path / "found.pickle").read_bytes()):
-        assert history == truth.history and epsilon == made > truth.epsilon(1e-5)
-        assert max(np.abs(a - b).max() for a, b in zip(found, weights(alone), strict=True)) < 1e-6
+    check_restart(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -93,14 +76,9 @@ def test_torchrun_begins_all_ranks_anew(tmp_path):
     [("in_order", records), ("in_order_by_persons", persons), ("in_order_correlated", correlated)],
 )
 def test_the_records_do_not_depend_on_the_number_of_ranks(name, case, ranks):
-    steps, _, weights, epsilon = case(0, 1)
+    truth = case(0, 1)
     for found in (ranks.of(2), ranks.of(3)):
-        mine = [by_case[name] for by_case in found]
-        parts = zip(*(each[0] for each in mine), strict=True)
-        assert [sorted(sum(own, [])) for own in parts] == [sorted(step) for step in steps]
-        for each in mine:
-            assert each[3] == epsilon
-            assert np.array_equal(each[2], mine[0][2]) and np.abs(each[2] - weights).max() < 1e-6
+        check_records([by_case[name] for by_case in found], truth)
 
 
 def test_the_example(tmp_path):
