@@ -122,6 +122,7 @@ def drop_and_count_parts(rank: int, world: int) -> None:
     meshes = [init_device_mesh("cpu", size, mesh_dim_names=names[-len(size) :]) for size in sizes]
     ways = [functools.partial(fully_shard, mesh=mesh) for mesh in meshes]
     for wrap in (*ways, functools.partial(on_two_meshes, world=world), lambda model: model):
+        torch.manual_seed(0)
         model = wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
         optimizer = fastdp.DPSGD(
             model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4, sample_rate=0.1
