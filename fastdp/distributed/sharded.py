@@ -77,9 +77,8 @@ class Sharded:
 
     @property
     def are_alike(self) -> bool:
-        """Whether all groups lie on the same processes, in the same way."""
-        first = self.groups[0]
-        return all(each.scatter is first.scatter and each.copies is first.copies for each in self.groups)
+        """Whether there are groups, and all lie on the same processes, in the same way."""
+        return len({(id(each.scatter), id(each.copies)) for each in self.groups}) == 1
 
     def process_groups(self) -> list[Any]:
         """Over which the model lies."""
