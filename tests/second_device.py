@@ -39,6 +39,7 @@ from .second_device_graphed import (
     scaled,
     shifted,
 )
+from .second_device_ranks import check_ranks
 from .second_device_syncs import check_late, check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
@@ -285,6 +286,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "verify of a model on two devices", check_verify
     yield "recorded steps of a model on two devices", check_recorded
     yield "a device map", check_dispatched
+    yield "steps of several processes", check_ranks
     for first, second in PLACES:
         for make, options in (
             ("DPSGD", {"noise_multiplier": 0.0}),

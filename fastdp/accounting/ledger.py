@@ -42,7 +42,7 @@ class Ledger:
     all: ClassVar[weakref.WeakSet[Ledger]] = weakref.WeakSet()  # those of this process
 
     def __init__(self) -> None:
-        self._name, self._made = secrets.token_hex(8), 0  # of the optimizer, and the steps it has made so far
+        self.name, self._made = secrets.token_hex(8), 0  # of the optimizer, and the steps it has made so far
         self._runs: Runs = []  # of the history
         self._lost: Runs = []  # steps that were made, and are in no history that was loaded since
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
@@ -65,7 +65,7 @@ class Ledger:
             place = _place_of(parameter)
             self._parameters.add(place)
             if self._runs:
-                place.ledgers.setdefault(self._name, self)
+                place.ledgers.setdefault(self.name, self)
 
     def begin(self, history: History) -> None:
         """These steps were made before, whoever made them; of this optimizer there is none yet."""
@@ -95,7 +95,7 @@ class Ledger:
                 self.budget.check_whole(after.accounted([*self.spent, entry(kind, 1)]), kind)
         if self._file is not None:
             self._refuse_blocks()
-            self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation), self.block)
+            self._file.add(Run(self.name, self._made, noise_multiplier, sample_rate, 1, truncation), self.block)
 
     def _refuse_blocks(self) -> None:
         """Raises AccountingError if steps with correlated noise would be taken for others."""
@@ -272,7 +272,7 @@ class Ledger:
                     "loaded: epsilon() counts them with those of this run",
                     stacklevel=5,
                 )
-        run = Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation)
+        run = Run(self.name, self._made, noise_multiplier, sample_rate, 1, truncation)
         lengthen(self._runs, run)
         self._made += 1
         Ledger.made_by_all += 1
@@ -294,7 +294,7 @@ class Ledger:
     def _note(self) -> None:
         """There are steps from now on."""
         for place in self._parameters:
-            place.ledgers.setdefault(self._name, self)
+            place.ledgers.setdefault(self.name, self)
 
 
 class _Place:

@@ -61,6 +61,11 @@ def wrapper_around(model: nn.Module) -> DistributedDataParallel | None:
     return found  # type: ignore[no-any-return]
 
 
+def is_joined(wrapper: DistributedDataParallel | None) -> bool:
+    """Whether a process without more batches answers this wrapper's collectives (torch.distributed's Join)."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
 def store_of_world() -> Any:
     """The store by which the processes of the default group have met."""
     from torch.distributed import distributed_c10d

@@ -1,9 +1,10 @@
 """Reduce-scatters clipped sums of whole parameters to the processes that hold their shards.
 
-A group's sums make one collective, as they do in fully_shard. A large sum that is cut as it lies is read where it lies:
-nothing is copied. Small ones, and those of parameters whose size the number of processes does not divide, are laid into
-one buffer for each group of parameters, and freed. The collective runs while the next sums are taken; what is held at
-once are the sums of two groups at most.
+A group's sums make one collective, as they do in fully_shard; those of small groups (LoRA) wait for one another until
+they fill a bucket. A large sum that is cut as it lies is read where it lies: nothing is copied. Small ones, and those
+of parameters whose size the number of processes does not divide, are laid into one buffer for each collective, and
+freed. The collective runs while the next sums are taken; what is held at once are the sums of two groups at most, and
+of a bucket.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .reduce import ALIGNED
+from .reduce import ALIGNED, BUCKET
 from .shards import Part
 
 LARGE = 1 << 20  # bytes of a sum that is worth an operation of its own within the collective
@@ -36,20 +37,34 @@ class Scatter:
 
     def __init__(self) -> None:
         self._waiting: tuple[list[Any], list[Piece]] = [], []  # works, and what they read and give
+        self._group: Any = None  # of those that wait for a bucket to be full
+        self._members: list[tuple[Tensor, Part]] = []
+        self._sums: dict[int, Tensor] = {}
         self.found: dict[int, Tensor] = {}  # this process's part of each sum, by the id of the whole parameter
 
     def put(self, group: Any, members: Sequence[tuple[Tensor, Part]], sums: MutableMapping[int, Tensor]) -> None:
         """sums: of the wholes among the members, by id, which are taken out; zero where there is none.
         group: a process group."""
-        pieces: list[Piece] = []
+        if group is not self._group:
+            self._send()
+        self._group = group
+        self._members += members
+        self._sums.update(sums)
+        sums.clear()
+        if sum(whole.numel() * _type_of(whole).itemsize for whole, _ in self._members) >= BUCKET:
+            self._send()
+
+    def _send(self) -> None:
+        members, sums, pieces = self._members, self._sums, list[Piece]()
+        self._members, self._sums = [], {}
         for kind in (torch.float32, torch.float64):
-            own = [(w, p) for w, p in members if (w.dtype == torch.float64) == (kind == torch.float64)]
+            own = [(w, p) for w, p in members if _type_of(w) == kind]
             large = [(w, p) for w, p in own if w.numel() * kind.itemsize >= LARGE and p.even]
             pieces += [_piece([member], _as_it_lies(*member, sums, kind)) for member in large]
             apart = {id(whole) for whole, _ in large}
             if small := [(w, p) for w, p in own if id(w) not in apart]:
                 pieces.append(_piece(small, _laid_out(small, sums, kind)))
-        works = _begin(group, pieces)
+        works = _begin(self._group, pieces)
         self._settle()
         self._waiting = works, pieces
 
@@ -65,8 +80,14 @@ class Scatter:
                 start += _aligned(part)
 
     def done(self) -> dict[int, Tensor]:
+        self._send()
         self._settle()
         return self.found
+
+
+def _type_of(whole: Tensor) -> torch.dtype:
+    """Of its sums."""
+    return torch.float64 if whole.dtype == torch.float64 else torch.float32
 
 
 def _piece(members: list[tuple[Tensor, Part]], by_rank: Tensor) -> Piece:

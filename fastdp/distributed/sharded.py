@@ -75,6 +75,11 @@ class Sharded:
         """Raise, in place of an error of a gather, what a function makes of it."""
         self._undo += [names.explain_gathers(group.handle, explained) for group in self.groups]
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether there are groups, and all lie on the same processes, in the same way."""
+        return len({(id(each.scatter), id(each.copies)) for each in self.groups}) == 1
+
     def process_groups(self) -> list[Any]:
         """Over which the model lies."""
         return [found for group in self.groups for found in (group.scatter, group.copies)]

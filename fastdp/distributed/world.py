@@ -96,9 +96,8 @@ class World:
         """What the first process gives here."""
         return self.everywhere(what, value if self.rank == 0 else None)[0]
 
-    def sums(self, reduction: Reduction, *more: Tensor, group: Any = None) -> list[Tensor]:
-        """The sums over the processes (of a group of them), which have agreed; `more` in place. Raises StepError if a
-        process is gone."""
+    def sums(self, reduction: Reduction, group: Any = None) -> list[Tensor]:
+        """The sums over the processes (of a group of them), which have agreed. Raises StepError if one is gone."""
         raise NotImplementedError
 
     def any_of(self, flags: Tensor) -> Tensor:
@@ -253,9 +252,9 @@ class Ranks(World):
             raise self._gone(problem) from problem
         return found
 
-    def sums(self, reduction: Reduction, *more: Tensor, group: Any = None) -> list[Tensor]:
+    def sums(self, reduction: Reduction, group: Any = None) -> list[Tensor]:
         with self.exchanging():
-            return reduction.run(self.group if group is None else group, *more)
+            return reduction.run(self.group if group is None else group)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:

@@ -173,6 +173,13 @@ class Replica:
             self.adopt(found)
         elif found is not None and self._late:  # no_sync() of the first forward has switched it on again
             found.require_backward_grad_sync = False
+        if names.is_joined(self.wrapper):
+            raise ParameterError(
+                "the model runs within torch.distributed's Join: a process whose batches have ended would answer "
+                "DistributedDataParallel's sums there, and what the others agree on for a private step waits for it in "
+                "vain. Leave Join out, and let every process call step() equally often: fastdp.poisson_loader gives "
+                "all equally many batches (some empty)."
+            )
 
     def adopt(self, wrapper: DistributedDataParallel) -> None:
         """Take a wrapper that was put around the model later. Raises ParameterError if it is refused."""

@@ -22,13 +22,14 @@ Source: Andrew, Thakkar, McMahan, Ramaswamy 2021, Differentially private learnin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..engine.gradients import Gradients, add
+from ..distributed.reduce import riding
+from ..engine.gradients import Gradients
 from ..errors import ClippingError, StepError
 from .correlated_noise import CorrelatedStep
 from .fused_update import Release
@@ -133,11 +134,13 @@ class AdaptiveStep(PrivateStep):
         if self._out:
             raise ClippingError(self._out)
         super().clip(gradients)
+
+    def _numbers(self, norm_sq: Sequence[Tensor]) -> dict[int, Tensor]:
         assert isinstance(self.norms, Tensor)  # of flat clipping; [0] where a record stands in for none
         within = self.norms.double() <= self.clipping.max_grad_norm
         count = torch.where(within, 0.5, -0.5).double()
         count = torch.where(torch.isfinite(self.norms), count, torch.zeros_like(count))
-        add(self._pending, {COUNT: count.sum().view(1)})
+        return {**super()._numbers(norm_sq), COUNT: count.sum().view(1)}
 
     def ready(self) -> bool:
         current, expected = self.loader_batch.current(), self.expected_batch_size
@@ -169,8 +172,7 @@ class AdaptiveStep(PrivateStep):
         return self.quantile.of_gradients(self.noise_multiplier, self._expected)  # type: ignore[no-any-return]
 
     def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
-        device = self.engine.parameters()[0].device
-        found = super()._summed({**sums, COUNT: self._count.to(device)})
+        found = super()._summed({**sums, COUNT: riding(self._count, next(iter(sums.values())))})
         self._count = found.pop(COUNT)
         return found
 

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..distributed.reduce import riding
 from ..distributed.scatter import Scatter, buckets_of
 from ..distributed.sharded import Group, Sharded
-from ..distributed.shards import Box
+from ..distributed.shards import Box, Part
 from ..distributed.world import World
 from ..engine.gradients import Gradients
 from ..engine.layerwise import Taken
@@ -26,6 +27,7 @@ from ..ops.noise import Noise
 from .fused_update import Release
 
 GroupParameters = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
+DROPPED = -2  # by which key sums count the samples whose gradient is not finite
 Share = tuple[Any, dict[int, Tensor]]  # a process group (None: of all that train), and what is added up over it
 
 
@@ -53,16 +55,17 @@ class Sums:
         return clipping.factors(norm_sq)
 
     def clipped(
-        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor]
+        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor], numbers: dict[int, Tensor]
     ) -> list[dict[int, Tensor]]:
-        """What this process holds of the clipped sums, by the ids of the tracked parameters."""
+        """What this process holds of the clipped sums, by the ids of the tracked parameters, and of these numbers,
+        which are added up over the processes as the sums are: by keys below 0, whole or half ones."""
         taken: Mapping[int, Taken] = gradients.taken
         others = [(p, c) for k, (p, c) in enumerate(zip(members, factors, strict=True)) if k not in taken]
-        sums = [each.sums for each in taken.values()]
+        found = [each.sums for each in taken.values()]
         if others:
             c = torch.stack([own for _, own in others])
-            sums.append(gradients.clipped_sums(c, [p for p, _ in others], not gradients.watched))
-        return sums
+            found.append(gradients.clipped_sums(c, [p for p, _ in others], not gradients.watched))
+        return [*found, numbers]
 
     def held(
         self, named: Mapping[str, Tensor], found: Mapping[int, Tensor], offsets: Mapping[str, int]
@@ -156,10 +159,15 @@ class ShardedSums(Sums):
         return [torch.zeros_like(squares, dtype=torch.float32) for squares in norm_sq]
 
     def clipped(
-        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor]
+        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor], numbers: dict[int, Tensor]
     ) -> list[dict[int, Tensor]]:
         scatter, whole = Scatter(), dict[int, Tensor]()
-        for (group, own), (_, needed) in zip(self._buckets(members), self._needed, strict=True):
+        buckets = self._buckets(members)
+        rows = self._rows(numbers, buckets[0][1][0])
+        if rows is not None:  # with the first group's sums, which they have a collective in common with
+            first = self._shards.groups[0]
+            scatter.put(first.scatter, [(rows, Part(rows.shape, 0, first.rank, first.ranks))], {id(rows): rows})
+        for (group, own), (_, needed) in zip(buckets, self._needed, strict=True):
             sums: dict[int, Tensor] = {}
             with self._at_hand(needed), self._held_back():
                 for part, c in zip(_among(members, own), factors, strict=True):
@@ -176,7 +184,17 @@ class ShardedSums(Sums):
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-        return [found]
+        if rows is not None:
+            numbers = dict(zip(numbers, found.pop(id(rows)).view(-1).split(1), strict=True))
+        return [found, numbers]
+
+    def _rows(self, numbers: dict[int, Tensor], like: Tensor) -> Tensor | None:
+        """The numbers, once for each process of a group: every part of their sum is then the sum. None: they wait for
+        the step."""
+        if not numbers or not self._shards.are_alike:
+            return None
+        row = torch.cat([riding(number, like) for number in numbers.values()])
+        return row.repeat(self._shards.groups[0].ranks, 1)
 
     def _at_hand(self, groups: list[Group]) -> contextlib.AbstractContextManager[None]:
         return self._shards.at_hand(groups) if groups else contextlib.nullcontext()
@@ -196,12 +214,14 @@ class ShardedSums(Sums):
     def shares(self, sums: dict[int, Tensor]) -> list[Share]:
         """Parts were added up over those who hold other parts: what is left are those who hold the same ones."""
         copies: dict[int, Share] = {}
-        done = set[int]()
+        numbers = {key: total for key, total in sums.items() if key < 0 and self._shards.are_alike}
+        done = set(numbers)
         for group in self._shards.groups:
             keys = [key for whole in group.wholes if (key := id(self._shards.part(whole))) in sums]
             done.update(keys)
-            if group.copies is not None and group.copy_count > 1 and keys:
-                copies.setdefault(id(group.copies), (group.copies, {}))[1].update((key, sums[key]) for key in keys)
+            if group.copies is not None and group.copy_count > 1 and (keys or numbers):
+                mine = copies.setdefault(id(group.copies), (group.copies, {}))[1]
+                mine.update({key: sums[key] for key in keys} | numbers)
         return [(None, {key: total for key, total in sums.items() if key not in done}), *copies.values()]
 
     def release(

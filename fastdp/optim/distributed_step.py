@@ -6,22 +6,21 @@ and adds it after the sums were added up. So the released weights are those of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..accounting.ledger import Ledger
 from ..accounting.ledger_file import open_ledger, share_ledger
 from ..distributed.fingerprints import mark, mark_of_model, mark_of_parameters, mark_of_shapes
 from ..distributed.frameworks import check_schedulers, equal_later
-from ..distributed.reduce import Reduction
+from ..distributed.reduce import Reduction, riding
 from ..distributed.world import World
 from ..distributed.wrappers import Replica
 from ..engine.per_sample import PerSampleGradients
 from ..ops.noise import Noise
-from .clipped_sums import Share
+from .clipped_sums import DROPPED, Sums
 from .clipping import Clipping
 
 
@@ -70,37 +69,37 @@ def weights_mark(privacy: object, model: nn.Module) -> str:
 
 
 def reduce_sums(
-    world: World, shares: Sequence[Share], dropped: Tensor | int, device: torch.device, records: int,
+    world: World, held: Sums, sums: dict[int, Tensor], dropped: Tensor | int, records: int,
     said: Mapping[str, object], look: Callable[[], None] | None = None,
 ) -> tuple[dict[int, Tensor], Tensor, int]:  # fmt: skip
     """Add up clipped sums over the processes, once all have agreed on the step.
 
     Args:
         world: of several processes.
-        shares: over whom (None: all), and what, by any keys, in the same order everywhere. The sums are overwritten.
-        dropped: the samples of this process that contribute nothing.
-        device: where numbers of this process can be added up.
+        held: what says over whom sums are added up.
+        sums: by any keys, in the same order everywhere. They are overwritten.
+        dropped: the samples that contribute nothing. No process reads this number here: a device may be behind.
         records: the records of this process.
         said: what must be the same everywhere, and what the step is of.
         look: what all do once they have agreed, before anything is added up; it raises on all or none.
 
     Returns:
-        The sums that were given, by the same keys; dropped samples and records of all processes.
+        The sums by the same keys; dropped samples and records of all processes.
 
     Raises:
         FastDPError: if a process refuses, is at another step, or is gone. Nothing was released before.
     """
+    sums = {**sums, DROPPED: riding(dropped, next(iter(sums.values())))}
     # before all agree: its memory may not suffice
-    reductions = [(group, sums, Reduction(list(sums.values()))) for group, sums in shares]
-    count = torch.as_tensor(dropped, device=device).to(torch.int64).view(1).clone()
+    reductions = [(group, own, Reduction(list(own.values()))) for group, own in held.shares(sums)]
     everywhere = world.agree(said, records if world.speaks else 0)
     if look is not None:
         look()
     found: dict[int, Tensor] = {}
-    for number, (group, sums, reduction) in enumerate(reductions):
-        totals = world.sums(reduction, *(() if number else (count,)), group=group)
-        found.update(zip(sums, totals, strict=True))
-    return found, count[0], everywhere
+    for group, own, reduction in reductions:
+        found.update(zip(own, world.sums(reduction, group), strict=True))
+    found = held.settled(sums | found)
+    return found, found.pop(DROPPED).long(), everywhere
 
 
 def settings_of(clipping: Clipping, engine: PerSampleGradients, **more: object) -> dict[str, Any]:

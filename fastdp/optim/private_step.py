@@ -32,6 +32,7 @@ from ..ops.noise import Noise
 from ..utils import allocator
 from . import distributed_step
 from .clip_groups import ClipGroups
+from .clipped_sums import DROPPED
 from .clipping import Clipping, ClippingFunction, refuse_own_norms
 from .fused_update import Release
 from .graphed_forwards import graph_forwards
@@ -105,7 +106,7 @@ class PrivateStep:
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
-        self._fresh: Tensor | int = 0  # the same, of this process since the last step
+        self._fresh: Tensor | int = 0  # the same since the last step, of this process and those it has parts of
         self._records, self._sums_of = 0, -1  # of this process since the last step; the logical batch of the sums
         self._backward_of = self.stepped_on = (-1, -1)  # (logical, physical) of the last backward and step
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
@@ -142,8 +143,7 @@ class PrivateStep:
         self.detach()
         self.discard()
         self.ledger.close()
-        self.detached, self.replaced_by = True, by or self.replaced_by
-        self.missed.over = True
+        self.detached, self.missed.over, self.replaced_by = True, True, by or self.replaced_by
 
     def listen(self) -> None:
         """Hear of what happens in the engine, which was attached."""
@@ -180,20 +180,22 @@ class PrivateStep:
         else:
             factors = self.sums.factors(self.clipping, norm_sq)
         withhold(gradients.doubts if self.reads_later else (), factors, *(t.sums for t in gradients.taken.values()))
-        norms = (squares := torch.stack(norm_sq)).sqrt().float().unbind()
+        norms = torch.stack(norm_sq).sqrt().float().unbind()
         flat = self.clipping.style == "flat"
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
-        self._fresh = self._fresh + (~torch.isfinite(squares)).any(0).sum()
         # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
         plan = gradients.plan or Plan(gradients, self._plan)
-        sums = self.sums.clipped(gradients, members, factors)
+        sums = self.sums.clipped(gradients, members, factors, self._numbers(norm_sq))
         self._doubts += gradients.doubts
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
-        self._has_pending, self._records = True, self._records + records
-        self._plan = plan
+        self._has_pending, self._records, self._plan = True, self._records + records, plan
         for group in sums:
             add(self._pending, group)
+        self._fresh = self._fresh + self._pending.pop(DROPPED).long()
+
+    def _numbers(self, norm_sq: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {DROPPED: (~torch.isfinite(torch.stack(list(norm_sq)))).any(0).sum()}
 
     def _warn_once(self, text: str, kind: str) -> None:
         if kind not in self.warned:
@@ -336,15 +338,13 @@ class PrivateStep:
             self, not self._released, sample_rate=self._rate, expected_batch_size=self._expected,
             truncation=self._truncation, **self._settings(),
         )  # fmt: skip
-        shares, device = self.sums.shares(sums), self.engine.parameters()[0].device
         look = None if self._released else self.replica.check_copies
         found, self._fresh, records = distributed_step.reduce_sums(
-            self.world, shares, self._fresh, device, self._records, said, look
+            self.world, self.sums, sums, self._fresh, self._records, said, look
         )
-        sums = self.sums.settled(sums | found)
         if self.sample_rate is not None and not self._loader_position[0] and not self.ledger.begun:
             self.rate_check.check_size(self.sample_rate, records, self.expected_batch_size)
-        return sums
+        return found
 
     def _settings(self) -> dict[str, Any]:
         return distributed_step.settings_of(

@@ -65,9 +65,9 @@ class TensorSums(Sums):
         self._differ[what] = self._differ.get(what, False) | differ
 
     def clipped(
-        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor]
+        self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor], numbers: dict[int, Tensor]
     ) -> list[dict[int, Tensor]]:
-        return self._inner.clipped(gradients, members, factors)
+        return self._inner.clipped(gradients, members, factors, numbers)
 
     def held(
         self, named: Mapping[str, Tensor], found: Mapping[int, Tensor], offsets: Mapping[str, int]

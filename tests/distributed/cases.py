@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import warnings
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fastdp
@@ -21,11 +23,32 @@ from fastdp.mechanisms import DPFTRL
 from .loading import CASES as LOADING
 from .models import adamw, batch, build, compare, loss_of, single
 
-UNEQUAL = [[5, 0, 2], [3, 4, 0], [0, 6, 1]]
+UNEQUAL = [[5, 0, 2, 1], [3, 4, 0, 2], [0, 6, 1, 0]]
 
 
 def _unequal(rank: int, world: int, **options: Any) -> Any:
     return compare(rank, world, sizes=[row[:world] for row in UNEQUAL], **options)
+
+
+def in_turns(rank: int, world: int, wrap: Any, quiet: Any, **options: Any) -> Any:
+    """Of two backwards, whose gradients add up, the wrapper is told to keep the first one's to itself.
+
+    quiet: of the wrapped model, and whether it shall, a context."""
+    made: list[Any] = []
+
+    def wrapped(model: nn.Module) -> Any:
+        made.append(wrap(model))
+        return made[0]
+
+    def around() -> Any:
+        made.append(None)
+        return quiet(made[0], len(made) % 2 == 0)
+
+    return compare(rank, world, wrap=wrapped, around=around, accumulate=2, **options)
+
+
+def _no_sync(model: Any, quiet: bool) -> Any:
+    return model.no_sync() if quiet else contextlib.nullcontext()
 
 
 def _groups(rank: int, world: int) -> Any:
@@ -48,6 +71,8 @@ EXACT: dict[str, Any] = {
     "frozen": functools.partial(compare, kind="frozen"),
     "checkpointed": functools.partial(compare, kind="checkpointed"),
     "accumulation": functools.partial(compare, accumulate=2),
+    "no_sync": functools.partial(in_turns, wrap=DDP, quiet=_no_sync),
+    "augmentations": functools.partial(_unequal, rows_per_sample=2),
     "layerwise": functools.partial(compare, style="layerwise"),
     "groups": _groups,
     "global": functools.partial(compare, clipping="global", norm=1.75),
@@ -225,6 +250,15 @@ def weights_loaded_on_one_rank(rank: int, world: int) -> None:
     optimizer.detach()
 
 
+def joined(rank: int, world: int) -> None:
+    """Within Join, a rank without more batches would answer the others' sums, and none of what they say before."""
+    model = DDP(build())
+    optimizer = adamw(model)
+    with pytest.raises(ParameterError, match="Join.*poisson_loader"), Join([model]):
+        loss_of(model, batch(rank, 3)).backward()
+    optimizer.detach()
+
+
 def persons_apart(rank: int, world: int) -> None:
     model = build()
     optimizer = adamw(DDP(model))
@@ -269,7 +303,7 @@ OTHERS: dict[str, Any] = {
     function.__name__: function
     for function in (
         same_noise, secret_key, drop_and_count, one_refuses, one_has_no_backward, out_of_step, refused_when_made,
-        collectives_within, weights_loaded_on_one_rank, persons_apart,
+        collectives_within, weights_loaded_on_one_rank, joined, persons_apart,
     )
 }  # fmt: skip
 CASES = {**EXACT, **OTHERS, **LOADING}

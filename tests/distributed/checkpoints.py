@@ -31,20 +31,31 @@ def train(model: nn.Module, optimizer: Any, rank: int, world: int, first: int, l
         optimizer.zero_grad()
 
 
-def optimizer_of(model: nn.Module) -> Any:
-    return adamw(model, noise_multiplier=1e-9, loss_reduction="sum", eps=1e-3)
+def optimizer_of(model: nn.Module, **options: Any) -> Any:
+    return adamw(model, noise_multiplier=1e-9, loss_reduction="sum", eps=1e-3, **options)
 
 
 def weights(model: nn.Module) -> list[Any]:
     return [whole(p).detach().numpy().copy() for p in model.parameters()]
 
 
+def save(model: nn.Module, optimizer: Any, folder: str) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+
+
+def load(model: nn.Module, optimizer: Any, folder: str) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
 def saved(rank: int, world: int) -> list[Any]:
     model = sharded(build())
     optimizer = optimizer_of(model)
     train(model, optimizer, rank, world, 0, 3)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=os.environ[FOLDER])
+    save(model, optimizer, os.environ[FOLDER])
     train(model, optimizer, rank, world, 3, 5)
     found = [weights(model), optimizer.history, optimizer.noise_state()["key"]]
     optimizer.detach()
@@ -58,12 +69,7 @@ def taken_up(rank: int, world: int, wrap: Any = sharded) -> list[Any]:
     optimizer = optimizer_of(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without privacy")
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        state = {"model": of_model, "optimizer": of_optimizer}
-        dcp.load(state, checkpoint_id=os.environ[FOLDER])
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )  # fmt: skip
+        load(model, optimizer, os.environ[FOLDER])
     assert optimizer.history == [(1e-9, 0.1, 3)] and "fastdp" not in optimizer.param_groups[0]
     train(model, optimizer, rank, world, 3, 5)
     found = [weights(model), optimizer.history, optimizer.noise_state()["key"]]

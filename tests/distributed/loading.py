@@ -56,6 +56,17 @@ def correlated(rank: int, world: int, wrap: Any = None) -> list[Any]:
     return records(rank, world, wrap, noise=Bisr(3))
 
 
+def check_records(mine: list[Any], truth: Any) -> str:
+    """What each rank found of these is what one process has. Returns the largest error of a weight."""
+    steps, _, weights, epsilon = truth
+    parts = zip(*(each[0] for each in mine), strict=True)
+    assert [sorted(sum(own, [])) for own in parts] == [sorted(step) for step in steps]
+    assert len({each[1] for each in mine}) == 1  # as many batches on every rank
+    errors = [float(np.abs(each[2] - weights).max()) for each in mine]
+    assert all(each[3] == epsilon and np.array_equal(each[2], mine[0][2]) for each in mine) and max(errors) < 1e-6
+    return f"weights {max(errors):.0e}"
+
+
 def loader_refused(rank: int, world: int) -> None:
     with pytest.raises(StepError, match="records of the dataset"):
         numbers = torch.randperm(60, generator=torch.Generator().manual_seed(rank)).tolist()

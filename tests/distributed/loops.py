@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from .loops_lightning_parts import CASES as IN_PARTS
 from .loops_opacus import CASES as OPACUS
 from .loops_opacus_fsdp import CASES as OPACUS_FSDP
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
+from .ranks import check
 
 # --------------------------------------------------------------------------- Accelerate
 
@@ -193,6 +195,28 @@ CASES.update(OPACUS)
 CASES.update(OPACUS_FSDP)
 CASES.update(FINETUNE)
 CASES.update(FSDP)
+
+
+def check_loop(name: str, one: Any, two: list[Any]) -> str:
+    """Two ranks have done what one process has. Returns the largest error of a weight, if it is compared."""
+    check(two, name)
+    if name not in ALONE:
+        return "ok"
+    check([one], name)
+    weights, history, epsilon, *more = one[name]
+    worst = 0.0
+    for mine, spent, theirs, *others in (by_case[name] for by_case in two):
+        assert spent == history and theirs == epsilon
+        worst = max(worst, *(float(np.abs(np.subtract(p, q)).max()) for p, q in zip(mine, weights, strict=True)))
+        assert mine == two[0][name][0]  # all processes hold the same, bit for bit
+        for logs, truth in zip(others, more, strict=True):
+            assert [log.keys() for log in logs] == [log.keys() for log in truth]
+            for log, true in zip(logs, truth, strict=True):
+                assert all(log[key] == pytest.approx(value, abs=1e-3) for key, value in true.items())
+    assert worst < 1e-5
+    return f"weights {worst:.0e}"
+
+
 ALONE = [
     name for name in CASES if not {"refused", "secure", "resumed", "bits", "exact"} & set(name.split("_"))
 ]  # what one process runs, too

@@ -94,18 +94,20 @@ class LM(nn.Module):
 
 
 class LoRA(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, half: bool) -> None:
         super().__init__()
-        self.base = base
+        self.base = base.bfloat16() if half else base
         self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
+        weight, bias = self.base.weight.to(x.dtype), self.base.bias.to(x.dtype)  # no 16-bit products, which round by B
+        return F.linear(x, weight, bias) + self.b(self.a(x))
 
 
 def build(kind: str = "") -> LM:
     """kind: of "tied", "checkpointed", "reentrant", "lora", "frozen", "derived", "biased", "dataclass" and "fused" what
-    its words say; "spanned": checkpointed regions within one that spans all blocks."""
+    its words say; "spanned": checkpointed regions within one that spans all blocks; "half": frozen layers of 16 bits.
+    """
     torch.manual_seed(0)
     model = LM("tied" in kind, "checkpointed" in kind or "reentrant" in kind, "reentrant" in kind)
     model.fused, model.spanned = "fused" in kind, "spanned" in kind
@@ -118,7 +120,7 @@ def build(kind: str = "") -> LM:
     if "lora" in kind:
         model.requires_grad_(False)
         for block in model.blocks:
-            block.qkv, block.mlp[0] = LoRA(block.qkv), LoRA(block.mlp[0])
+            block.qkv, block.mlp[0] = (LoRA(layer, "half" in kind) for layer in (block.qkv, block.mlp[0]))
             for part in (block.qkv, block.mlp[0]):
                 part.a.requires_grad_(True)
                 part.b.requires_grad_(True)
@@ -177,7 +179,7 @@ def compare(
 
     Returns the largest relative error of a norm, of a weight, and epsilon of both.
     """
-    sizes = sizes or [[3] * world] * steps
+    sizes, rows = sizes or [[3] * world] * steps, options.get("rows_per_sample", 1)
     shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=norm, seed=5, sample_rate=0.1,
                   expected_batch_size=3 * world * accumulate, accountant="rdp", **options)  # fmt: skip
     several, one = wrap(build(kind)), build(kind)
@@ -187,7 +189,7 @@ def compare(
     worst, total = 0.0, {"total": True} if options.get("loss_reduction") == "sum" else {}
     for step, row in enumerate(sizes):
         for part in range(accumulate):
-            batches = [batch(1000 * step + 10 * r + 100 * part, n) for r, n in enumerate(row)]
+            batches = [batch(1000 * step + 10 * r + 100 * part, n * rows) for r, n in enumerate(row)]
             uses = {} if extra is None else {"extra": extra(rank)}
             with around():
                 loss(several, batches[rank], **total, **uses).backward()

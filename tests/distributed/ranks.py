@@ -77,14 +77,19 @@ class Launches:
         return self._found[world]
 
     def check(self, world: int, name: str, exact: bool = False) -> None:
-        """No rank raised an error; exact: norms, weights and epsilon were those of one process."""
-        found = self.of(world)
-        for rank, by_case in enumerate(found):
-            said = by_case[name]
-            assert not isinstance(said, str), f"rank {rank}: {said}"
-            if exact:
-                norms, weights, epsilon, truth = said
-                assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2]
+        check(self.of(world), name, exact)
+
+
+def check(found: list[dict[str, Any]], name: str, exact: bool = False) -> str:
+    """No rank raised an error; exact: norms, weights and epsilon were those of one process. Returns their errors."""
+    for rank, by_case in enumerate(found):
+        said = by_case.get(name, "no answer")
+        assert not isinstance(said, str), f"rank {rank}: {said}"
+        if exact:
+            norms, weights, epsilon, truth = said
+            assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2], f"rank {rank}: {said}"
+    worst = [max(by_case[name][number] for by_case in found) for number in range(2 if exact else 0)]
+    return "norms {:.0e}, weights {:.0e}".format(*worst) if exact else "ok"
 
 
 def killed(name: str, folder: Path) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -15,14 +16,15 @@ from torch.distributed.tensor import Shard
 
 import fastdp
 
-from .cases import UNEQUAL
+from .cases import UNEQUAL, in_turns
 from .loading import correlated, persons, records
 from .models import adamw, batch, build, compare, loss_of, single, whole
 
 
 def sharded(model: nn.Module, mesh: Any = "", blocks: bool = True, ignored: bool = False, dim: int = 0,
-            **options: Any) -> nn.Module:  # fmt: skip
-    """mesh: "replicated": as many copies as ranks, each in one part; "copies": one copy in parts, by HSDP's mesh."""
+            policies: Any = None, **options: Any) -> nn.Module:  # fmt: skip
+    """mesh: "replicated": as many copies as ranks, each in one part; "copies": one copy in parts, by HSDP's mesh.
+    policies: of mixed precision, the blocks' and the model's."""
     world = dist.get_world_size()
     sizes = {"": (world,), "replicated": (world, 1), "copies": (1, world), "both": (2, world // 2)}
     if isinstance(mesh, str):
@@ -34,9 +36,10 @@ def sharded(model: nn.Module, mesh: Any = "", blocks: bool = True, ignored: bool
         options["shard_placement_fn"] = lambda p: Shard(dim) if even(p) else None
     if ignored:
         options["ignored_params"] = {model.head.weight, model.places}
+    of_blocks, outer = ({"mp_policy": policy} for policy in policies) if policies else ({}, {})
     for block in model.blocks if blocks else ():
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+        fully_shard(block, **options, **of_blocks)
+    return fully_shard(model, **options, **outer)
 
 
 def exact(rank: int, world: int, shard: Any = None, unequal: bool = False, **options: Any) -> Any:
@@ -68,6 +71,18 @@ def in_nests(rank: int, world: int, **options: Any) -> Any:
     return compare(rank, world, wrap=nested, sizes=[row[:world] for row in UNEQUAL], **options)
 
 
+def tied_apart(model: nn.Module) -> nn.Module:
+    """Embedding and head, whose weight is one, in a group of their own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard([model.words, model.head], mesh=mesh)
+    return sharded(model, mesh)
+
+
+def switched(model: Any, quiet: bool) -> Any:
+    model.set_requires_gradient_sync(not quiet)
+    return contextlib.nullcontext()
+
+
 def compiled_whole(rank: int, world: int) -> Any:
     """torch.compile of the model once it was cut: it runs as it is."""
     whole_of = lambda model: torch.compile(sharded(model), backend="aot_eager")
@@ -91,7 +106,11 @@ EXACT: dict[str, Any] = {
     "noise": case(sigma=1.0),
     "unequal and empty": case(unequal=True, sigma=1.0),
     "tied": case(kind="tied"),
+    "tied, in a group of their own": functools.partial(compare, kind="tied", wrap=tied_apart),
     "lora": case(kind="lora"),
+    "lora, frozen in 16 bits": case(kind="lora half"),
+    "augmentations": case(rows_per_sample=2, unequal=True),
+    "set_requires_gradient_sync": functools.partial(in_turns, wrap=sharded, quiet=switched),
     "frozen": case(kind="frozen"),
     "checkpointed": case(kind="checkpointed"),
     "accumulation": case(accumulate=2, unequal=True),
@@ -169,11 +188,21 @@ def alone() -> Any:
 def mixed_precision(rank: int, world: int) -> None:
     """16-bit weights in forwards: sums and updates stay float32, and are those of one process within float32's
     rounding, where `reduce_dtype` would round them to 16 bits."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    several = sharded(build(), mp_policy=policy)
-    with single():
-        one = sharded(build(), alone(), mp_policy=policy)
+    half = torch.bfloat16
     shared = dict(noise_multiplier=0.0, eps=1e-3, loss_reduction="sum")  # no mean, which 16 bits would round
+    in_whole = MixedPrecisionPolicy(half, output_dtype=torch.float32)
+    for of_blocks, outer in (
+        (MixedPrecisionPolicy(half, half), MixedPrecisionPolicy(half, half)),
+        (MixedPrecisionPolicy(half, output_dtype=half, cast_forward_inputs=False), in_whole),
+        (in_whole, MixedPrecisionPolicy(output_dtype=half)),
+    ):
+        _by_policy(rank, world, functools.partial(sharded, policies=(of_blocks, outer)), **shared)
+
+
+def _by_policy(rank: int, world: int, wrap: Any, **shared: Any) -> None:
+    several = wrap(build())
+    with single():
+        one = wrap(build(), alone())
     optimizer = adamw(several, **shared)
     with single():
         truth = adamw(one, **shared)
@@ -182,7 +211,8 @@ def mixed_precision(rank: int, world: int) -> None:
         loss_of(several, batches[rank], total=True).backward()
         optimizer.step()
         with single():
-            loss_of(one, torch.cat(batches), total=True).backward()
+            for own in batches:  # one by one, as 16-bit products round by the size of a batch
+                loss_of(one, own, total=True).backward()
             truth.step()
     for p, q in zip(several.parameters(), one.parameters(), strict=True):
         assert p.dtype == torch.float32

@@ -147,6 +147,11 @@ def refused(rank: int, world: int) -> None:
             PerSampleGradients(seen)
         with torch.no_grad():
             seen(batch(0, 2))  # whole parameters stand in it after that
+    apart = build("tied")
+    for module in (apart.words, apart.head):
+        fully_shard(module, mesh=mesh)
+    with pytest.raises(ValueError, match="same FSDP group"):  # torch's own
+        adamw(sharded(apart))
     torch.manual_seed(0)
     copy = build()
     if rank == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
 
@@ -36,20 +35,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", loops.CASES)
 def test_two_ranks(name, found):
     (one,), two = found
-    for rank, by_case in enumerate(two):
-        assert not isinstance(by_case[name], str), f"rank {rank}: {by_case[name]}"
-    if name not in loops.ALONE:
-        return
-    assert not isinstance(one[name], str), f"one process: {one[name]}"
-    weights, history, epsilon, *more = one[name]
-    for mine, spent, theirs, *others in (by_case[name] for by_case in two):
-        assert spent == history and theirs == epsilon
-        assert max(np.abs(np.subtract(p, q)).max() for p, q in zip(mine, weights, strict=True)) < 1e-5
-        assert mine == two[0][name][0]  # all processes hold the same, bit for bit
-        for logs, truth in zip(others, more, strict=True):
-            assert [log.keys() for log in logs] == [log.keys() for log in truth]
-            for log, true in zip(logs, truth, strict=True):
-                assert all(log[key] == pytest.approx(value, abs=1e-3) for key, value in true.items())
+    loops.check_loop(name, one, two)
 
 
 ON_CPU = "tests/distributed/fsdp_on_cpu.py"

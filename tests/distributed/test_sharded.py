@@ -11,8 +11,10 @@ import torch
 
 from .. import forked
 from .checkpoints import FOLDER, STATES, saved, taken_up
-from .loading import correlated, persons, records
+from .loading import check_records, correlated, persons, records
+from .messages import CASES as MESSAGES
 from .ranks import ROOT, Launches, killed
+from .restarted import check_restart
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
 
@@ -20,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
 ]
-TWO = {**EXACT, **OTHERS, **ERRORS, **STATES, "saved": saved}
+TWO = {**EXACT, **OTHERS, **ERRORS, **MESSAGES, **STATES, "saved": saved}
 CASES = {**TWO, **FOUR, "taken_up": taken_up}
 THREE = [
     "unequal and empty",
@@ -58,9 +60,14 @@ def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(ranks):
     found = [by_case["saved"] for by_case in ranks.of(2)] + [by_case["taken_up"] for by_case in ranks.of(3)]
     found.append(taken_up(0, 1, wrap=lambda model: model))
     assert len({key for _, _, key in found}) == 3  # of each run another
-    for weights, history, _ in found:
+    for each, history, _ in found:
         assert history == [(1e-9, 0.1, 5)]
-        assert max(np.abs(a - b).max() for a, b in zip(weights, found[0][0], strict=True)) < 1e-6
+        assert max(np.abs(a - b).max() for a, b in zip(each, found[0][0], strict=True)) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchrun_begins_all_ranks_anew(tmp_path):
+    check_restart(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -69,14 +76,9 @@ def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(ranks):
     [("in_order", records), ("in_order_by_persons", persons), ("in_order_correlated", correlated)],
 )
 def test_the_records_do_not_depend_on_the_number_of_ranks(name, case, ranks):
-    steps, _, weights, epsilon = case(0, 1)
+    truth = case(0, 1)
     for found in (ranks.of(2), ranks.of(3)):
-        mine = [by_case[name] for by_case in found]
-        parts = zip(*(each[0] for each in mine), strict=True)
-        assert [sorted(sum(own, [])) for own in parts] == [sorted(step) for step in steps]
-        for each in mine:
-            assert each[3] == epsilon
-            assert np.array_equal(each[2], mine[0][2]) and np.abs(each[2] - weights).max() < 1e-6
+        check_records([by_case[name] for by_case in found], truth)
 
 
 def test_the_example(tmp_path):

@@ -116,7 +116,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         self.sums.begin(gradients, members, {"backward of mode 'ghost_fsdp'": self._seen})
         self._seen += 1
         factors = self.sums.factors(self, self.sums.norm_sq(gradients, members))
-        [found] = self.sums.clipped(gradients, members, factors)
+        found, _ = self.sums.clipped(gradients, members, factors, {})
         held, _ = self.sums.held(named, found, dict.fromkeys(named, 0))
         for key, total in held.items():
             self.clipped[key] = self.clipped[key].add_(total) if key in self.clipped else total
