@@ -132,8 +132,7 @@ class ParameterUse:
         raise NotImplementedError
 
     def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
-        """Of so many uses that were taken `abreast`: the clipped sum of each, [count, *operand.shape]. factors: [B], or
-        those of each use, [count * B]."""
+        """Of uses taken `abreast`: the clipped sum of each, [count, *operand.shape]. factors: [B], or [count * B]."""
         raise NotImplementedError
 
 

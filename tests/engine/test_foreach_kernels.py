@@ -143,6 +143,31 @@ def test_a_launch_for_all_layers_of_a_shape(dtype: torch.dtype) -> None:
     assert sums["weighted_kernel"] == 1
 
 
+@pytest.mark.parametrize("name", ["language", "untied", "images"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_with_factors_of_their_own_go_together(name: str, dtype: torch.dtype) -> None:
+    """Layerwise clipping, against the same by the reference; one sample is dropped of some layers."""
+    model, batch = STEPS[name]()
+    model, batch = model.to(dtype), batch.to(dtype) if batch.is_floating_point() else batch
+    layers = list({name.rpartition(".")[0]: None for name, _ in model.named_parameters()})
+    groups = [[p for n, p in model.named_parameters() if n.rpartition(".")[0] == layer] for layer in layers]
+    factors = torch.rand(len(layers), B)
+    factors[::3, 1] = 0
+    found = []
+    for backend in ("auto", "reference"):
+        engine = fastdp.PerSampleGradients(model)
+        losses(model, batch).mean().backward()
+        gradients = engine._backward.gradients
+        with fastdp.ops.registry.forced(backend), torch.no_grad():
+            found.append((gradients.norms_sq(groups), gradients.clipped_sums(factors, groups)))
+            for group, norms in zip(groups, found[-1][0], strict=True):
+                torch.testing.assert_close(gradients.norm_sq(group), norms, rtol=1e-6, atol=0)
+        engine.detach()
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=4e-5, atol=0)
+    for key, total in found[0][1].items():
+        torch.testing.assert_close(total, found[1][1][key], rtol=1e-4, atol=1e-6)
+
+
 def test_data_goes_with_the_last_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch took is dropped before the next: only sums stand beside what is still to come."""
     monkeypatch.setattr(many, "MOST", 2 * 4 * 2 * D * D)  # two layers a launch

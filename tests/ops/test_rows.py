@@ -52,13 +52,14 @@ def check_many(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") 
         stacks[3] = lies
         want = torch.stack([squares(s) for s in stacks])
         torch.testing.assert_close(square_sums_of_many(stacks), want, rtol=1e-6, atol=0)
-        dropped = [s.clone() for s in stacks[:3]] + [stacks[3]]
-        dropped[2][1] = math.nan
-        sums = weighted_sums_of_many(dropped, c, drop=True)
-        assert len({total.untyped_storage().data_ptr() for total in sums}) == 4, "memory of its own"
-        for total, stack in zip(sums, stacks, strict=True):
-            limits = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4e-5}
-            torch.testing.assert_close(total.double(), total_of(stack, c), **limits)
+        for own in (c, torch.stack([c * (n + 1) for n in range(4)])):  # the same factors, or those of each
+            dropped = [s.clone() for s in stacks[:3]] + [stacks[3]]
+            dropped[2][1] = math.nan
+            sums = weighted_sums_of_many(dropped, own, drop=True)
+            assert len({total.untyped_storage().data_ptr() for total in sums}) == 4, "memory of its own"
+            for total, stack, factors in zip(sums, stacks, own.expand(4, -1), strict=True):
+                limits = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4e-5}
+                torch.testing.assert_close(total.double(), total_of(stack, factors), **limits)
 
 
 @asked(SHAPES)
