@@ -2,8 +2,8 @@
 
 If each layer has a clipping norm of its own, its factors need no other layer's norms. Once the last use of a layer's
 parameters has arrived, it is ready: its norms and sums can be taken, and its inputs and output gradients dropped.
-Layers that are ready wait for each other up to `WINDOW` bytes, and are taken together, as many small ones cost few
-calls so. What never becomes ready, or still waits, is taken at the end of backward, as under flat clipping.
+Layers that are ready wait for each other up to some bytes (`window`), and are taken together: many small ones cost few
+calls. What never becomes ready, or still waits, is taken at the end of backward, as under flat clipping.
 
 Source: group-wise clipping within backward, He et al. 2023 (arXiv 2212.01539), where a layer is used once.
 """
@@ -25,8 +25,16 @@ from .explain import Plan
 from .forward_record import ForwardRecord
 from .gradients import Gradients, check_unwritten
 
-WINDOW = 64 << 20  # bytes of inputs and output gradients
+WINDOW = 64 << 20  # bytes of inputs and output gradients, on the CPU
+SHARE = 128  # of a GPU's memory: one of so many parts
 UsesOf = Mapping[int, Sequence[object]]  # what captured calls used of each parameter, by its id
+
+
+def window(device: torch.device) -> int:
+    """For how many bytes layers that are ready wait."""
+    if device.type != "cuda":
+        return WINDOW
+    return max(WINDOW, torch.cuda.get_device_properties(device).total_memory // SHARE)
 
 
 class ByGroup(Protocol):
@@ -79,7 +87,7 @@ class LayerwiseSums:
                 return
             self._ready.append(number)
             self._bytes += sum(t.nbytes for use in self._uses(tape, [number]) for t in use.data())
-            if self._bytes <= WINDOW or not tape.streams.one():
+            if self._bytes <= window(use.operand.device) or not tape.streams.one():
                 return
             uses = self._uses(tape, self._ready)
             places = [place for number in self._ready for place in self._waiting[number]]
