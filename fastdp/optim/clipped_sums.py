@@ -148,9 +148,9 @@ class ShardedSums(Sums):
         found = [torch.zeros(gradients.batch, dtype=torch.float64, device=gradients.device) for _ in members]
         for (_, own), (needed, _) in zip(self._buckets(members), self._needed, strict=True):
             with self._at_hand(needed), self._held_back():
-                for total, part in zip(found, _among(members, own), strict=True):
-                    if part:
-                        total += gradients.norm_sq(part)
+                places, parts = _among(members, own)
+                for place, norms in zip(places, gradients.norms_sq(parts), strict=True):
+                    found[place] += norms
         return found
 
     def factors(self, clipping: Clips, norm_sq: Sequence[Tensor]) -> list[Tensor]:
@@ -170,9 +170,10 @@ class ShardedSums(Sums):
         for (group, own), (_, needed) in zip(buckets, self._needed, strict=True):
             sums: dict[int, Tensor] = {}
             with self._at_hand(needed), self._held_back():
-                for part, c in zip(_among(members, own), factors, strict=True):
-                    if part and self._problem is None:
-                        sums.update(gradients.clipped_sum(c, part, not gradients.watched))
+                clipped, parts = _among(members, own)
+                if self._problem is None:
+                    c = torch.stack([factors[place] for place in clipped])
+                    sums = gradients.clipped_sums(c, parts, not gradients.watched)
             if group is None:
                 whole.update(sums)
                 continue
@@ -256,7 +257,8 @@ def _zeros(parameter: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.zeros(tuple(shape), dtype=kind, device=parameter.device)
 
 
-def _among(members: GroupParameters, own: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those of each clipping group that are among these."""
+def _among(members: GroupParameters, own: Sequence[Tensor]) -> tuple[list[int], list[list[Tensor]]]:
+    """The places of the clipping groups that have some of these, and those."""
     wanted = set(map(id, own))
-    return [[p for p in group if id(p) in wanted] for group in members]
+    found = {place: some for place, group in enumerate(members) if (some := [p for p in group if id(p) in wanted])}
+    return [*found], [*found.values()]
