@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import operator_table, tensor_notes
+from .batch_positions import is_random
 from .calls import Call, Tags
 from .host_values import at, both_known, is_order, made_known, on_host
 from .layout import Layout, spread
@@ -35,7 +36,23 @@ class Entry(NamedTuple):
 def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]:
     """An index of the call as a tuple, its lists as tensors."""
     items = index if isinstance(index, tuple) else (index,)
-    return tuple(_as_tensor(call, item, device) if isinstance(item, list | tuple) else item for item in items)
+    items = tuple(_as_tensor(call, item, device) if isinstance(item, list | tuple) else item for item in items)
+    _know_drawn_masks(call, items)
+    return items
+
+
+def _know_drawn_masks(call: Call, items: tuple[Any, ...]) -> None:
+    """Masks that were drawn at random, with a row for each of the samples': what is drawn for a sample is its own."""
+    known = [found for t in (call.args[0], *call.args[2:3]) if (found := call.layout(t)) is not None]
+    layout, dim = (known[0] if call.layout(call.args[0]) is not None else Layout(call.batch)) if known else None, 0
+    for item in items if layout is not None and not layout.mixed and layout.alone < 0 else ():
+        if item is Ellipsis:
+            return
+        masks = isinstance(item, Tensor) and item.dtype == torch.bool
+        if masks and 0 <= layout.dim - dim < item.dim() and item.size(layout.dim - dim) == layout.rows:
+            if call.is_constant(item) and is_random(item):
+                call.knows(item, layout._replace(dim=layout.dim - dim, piece=None, is_row_index=False))
+        dim += item.dim() if masks else item is not None
 
 
 CUT_BY_DATA = "cuts all samples where the data of some says"

@@ -58,7 +58,7 @@ def of_no_numbers(call: Call) -> Tags | None:
     """
     if call.name in operator_table.TAKING_A_TYPE:
         found = call.layout(call.args[0])
-    elif (call.name.startswith("new_") and not numbers_in(call)) or (
+    elif (call.name.partition("_")[0] == "new" and not numbers_in(call)) or (
         call.name in operator_table.LIKE and len(call.inputs()) == 1
     ):
         found = None
@@ -68,8 +68,8 @@ def of_no_numbers(call: Call) -> Tags | None:
 
 
 def numbers_in(call: Call) -> Inputs:
-    """The data whose numbers fill a new constant (new_full, new_tensor); a size is no data."""
-    filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data")}.get(call.name)
+    """The data whose numbers fill a new constant (new_full, new_tensor, new); a size is no data."""
+    filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data"), "new": (1, "data")}.get(call.name)
     found = [] if filling is None else [(t, call.layout(t)) for t in tensors_in((call.argument(*filling),))]
     return [(tensor, layout) for tensor, layout in found if layout is not None]
 

@@ -92,7 +92,15 @@ def listed(m, x, ids, where=lambda b: b):
     return m.b(m.a(x) + m.table(tokens).sum(2)[:, :T])
 
 
+def spectra(m, x, of=lambda z: z):
+    """Numbers as frequencies over time, and back."""
+    window = torch.hann_window(8, dtype=x.dtype)
+    z = torch.stft(m.a(x).flatten(1), 8, 2, window=window, return_complex=True)
+    return m.b(torch.istft(of(z * z.abs()), 8, 2, window=window).reshape(len(x), -1, D))
+
+
 EXACT = {
+    "spectra": lambda m, x, ids, sizes: spectra(m, x),
     "own_positions_first": lambda m, x, ids, sizes: zeros_first(
         m, x, ids, lambda ids: torch.arange(T).repeat(2).expand(len(ids), -1)
     ),
@@ -133,6 +141,7 @@ def faintly_seen(mask):
 
 
 REFUSED = {
+    "spectra_across": lambda m, x, ids, sizes: spectra(m, x, lambda z: z.permute(2, 1, 0).repeat(3, 1, 5)[:, :, :13]),
     "places_first": lambda m, x, ids, sizes: zeros_first(
         m, x, ids, lambda ids: torch.arange(len(ids) * 2 * T).view(len(ids), -1)
     ),
