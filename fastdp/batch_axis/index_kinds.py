@@ -36,22 +36,27 @@ class Entry(NamedTuple):
 def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]:
     """An index of the call as a tuple, its lists as tensors."""
     items = index if isinstance(index, tuple) else (index,)
-    items = tuple(_as_tensor(call, item, device) if isinstance(item, list | tuple) else item for item in items)
+    items = tuple(_as_tensor(call, item, device) if _is_listed(item) else item for item in items)
     _know_drawn_masks(call, items)
     return items
 
 
 def _know_drawn_masks(call: Call, items: tuple[Any, ...]) -> None:
     """Masks that were drawn at random, with a row for each of the samples': what is drawn for a sample is its own."""
-    known = [found for t in (call.args[0], *call.args[2:3]) if (found := call.layout(t)) is not None]
-    layout, dim = (known[0] if call.layout(call.args[0]) is not None else Layout(call.batch)) if known else None, 0
-    for item in items if layout is not None and not layout.mixed and layout.alone < 0 else ():
+    layout, value = call.layout(call.args[0]), call.layout(call.args[2] if len(call.args) > 2 else None)
+    if layout is None:
+        layout = value and Layout(call.batch, mixed=value.mixed)  # data is written to a constant
+    if layout is None or layout.mixed or layout.alone >= 0:
+        return
+    dim = 0
+    for item in items:
         if item is Ellipsis:
             return
         masks = isinstance(item, Tensor) and item.dtype == torch.bool
-        if masks and 0 <= layout.dim - dim < item.dim() and item.size(layout.dim - dim) == layout.rows:
+        place = layout.dim - dim
+        if masks and 0 <= place < item.dim() and item.size(place) == layout.rows:
             if call.is_constant(item) and is_random(item):
-                call.knows(item, layout._replace(dim=layout.dim - dim, piece=None, is_row_index=False))
+                call.knows(item, layout._replace(dim=place, piece=None, is_row_index=False))
         dim += item.dim() if masks else item is not None
 
 
@@ -65,9 +70,16 @@ def cut_by_samples(call: Call, index: tuple[Any, ...]) -> bool:
     return any(layout is not None and not layout.mixed for layout in known)
 
 
-def _as_tensor(call: Call, numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
-    """A list as an index; numbers that are tensors of one sample each keep their samples."""
-    whole = torch.tensor(numbers, dtype=None if numbers else torch.long, device=device)
+def _is_listed(item: Any) -> bool:
+    """Whether an index is of several numbers that are not in a tensor: of Python, or an array of numpy."""
+    return isinstance(item, list | tuple | range) or (not isinstance(item, Tensor) and getattr(item, "ndim", 0) > 0)
+
+
+def _as_tensor(call: Call, numbers: Any, device: torch.device) -> Tensor:
+    """A list or an array as an index; numbers that are tensors of one sample each keep their samples."""
+    if hasattr(numbers, "__array__"):
+        return torch.tensor(numbers, device=device)
+    whole = torch.tensor(list(numbers), dtype=None if numbers else torch.long, device=device)
     layouts = [call.layout(item) for item in numbers]
     known = [layout for layout in layouts if layout is not None]
     if known:
