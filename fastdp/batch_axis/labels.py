@@ -20,6 +20,7 @@ from . import operator_table, tensor_notes
 from .batch_positions import made_in_sight
 from .calls import Call
 from .index_kinds import permutes
+from .inputs import mark_of
 from .layout import Layout, tag, tag_of
 from .loss_ops import LOSSES, class_weights
 from .tensor_notes import is_of_model, release
@@ -135,6 +136,7 @@ class Labels:
             or tensor.is_sparse
             or tensor.is_nested
             or tag_of(tensor, self.batch) is not None
+            or any(mark.owner is None for t in (tensor, tensor._base) if t is not None and (mark := mark_of(t)))
         ):
             return
         first = tensor.__dict__.setdefault(tensor_notes.SEEN_WITH, self.batch)
