@@ -88,11 +88,11 @@ def _fills_the_batch(call: Call, sample: int) -> bool:
 
 def _is_sized(call: Call, inputs: Inputs) -> bool:
     """Whether a size of the result may be made by the data."""
-    if (
-        any(layout.size_from_data or layout.order is not None for _, layout in inputs)
-        or call.name in operator_table.SIZED_BY_DATA
-    ):
+    if any(layout.size_from_data or layout.order is not None for _, layout in inputs):
         return True
+    if call.name in operator_table.SIZED_BY_DATA:  # a number of Python sizes all samples' alike
+        told = {"repeat_interleave": "repeats", "one_hot": "num_classes"}.get(call.name)
+        return told is None or type(number := call.argument(1, told)) is not int or number < 0
     if call.name == "where":
         return len(call.args) == 1 and not call.kwargs
     return call.name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(call.args[1]))

@@ -111,6 +111,10 @@ EXACT = {
     "split_by_own_sizes": lambda m, x, ids, sizes: torch.stack(
         [m.b(one).mean(0) * one[-1] for one in m.a(x).flatten(0, 1).split([h * w for h, w in sizes])]
     ),
+    "one_by_one_repeated": lambda m, x, ids, sizes: (
+        torch.cat([h.repeat_interleave(1, 0) + F.one_hot(i, D) for h, i in zip(m.a(x).split(1), ids, strict=True)])
+        * torch.ones(len(x), 1, 1).to(x)
+    ),
     "global_tokens": global_tokens,
     "rows_counted": lambda m, x, ids, sizes: counted(m, x, sizes),
 }
