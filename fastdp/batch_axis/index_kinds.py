@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import operator_table, tensor_notes
+from .batch_positions import is_random
 from .calls import Call, Tags
 from .host_values import at, both_known, is_order, made_known, on_host
 from .layout import Layout, spread
@@ -35,7 +36,28 @@ class Entry(NamedTuple):
 def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]:
     """An index of the call as a tuple, its lists as tensors."""
     items = index if isinstance(index, tuple) else (index,)
-    return tuple(_as_tensor(call, item, device) if isinstance(item, list | tuple) else item for item in items)
+    items = tuple(_as_tensor(call, item, device) if _is_listed(item) else item for item in items)
+    _know_drawn_masks(call, items)
+    return items
+
+
+def _know_drawn_masks(call: Call, items: tuple[Any, ...]) -> None:
+    """Masks that were drawn at random, with a row for each of the samples': what is drawn for a sample is its own."""
+    layout, value = call.layout(call.args[0]), call.layout(call.args[2] if len(call.args) > 2 else None)
+    if layout is None:
+        layout = value and Layout(call.batch, mixed=value.mixed)  # data is written to a constant
+    if layout is None or layout.mixed or layout.alone >= 0:
+        return
+    dim = 0
+    for item in items:
+        if item is Ellipsis:
+            return
+        masks = isinstance(item, Tensor) and item.dtype == torch.bool
+        place = layout.dim - dim
+        if masks and 0 <= place < item.dim() and item.size(place) == layout.rows:
+            if call.is_constant(item) and is_random(item):
+                call.knows(item, layout._replace(dim=place, piece=None, is_row_index=False))
+        dim += item.dim() if masks else item is not None
 
 
 CUT_BY_DATA = "cuts all samples where the data of some says"
@@ -48,9 +70,16 @@ def cut_by_samples(call: Call, index: tuple[Any, ...]) -> bool:
     return any(layout is not None and not layout.mixed for layout in known)
 
 
-def _as_tensor(call: Call, numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
-    """A list as an index; numbers that are tensors of one sample each keep their samples."""
-    whole = torch.tensor(numbers, dtype=None if numbers else torch.long, device=device)
+def _is_listed(item: Any) -> bool:
+    """Whether an index is of several numbers that are not in a tensor: of Python, or an array of numpy."""
+    return isinstance(item, list | tuple | range) or (not isinstance(item, Tensor) and getattr(item, "ndim", 0) > 0)
+
+
+def _as_tensor(call: Call, numbers: Any, device: torch.device) -> Tensor:
+    """A list or an array as an index; numbers that are tensors of one sample each keep their samples."""
+    if hasattr(numbers, "__array__"):
+        return torch.tensor(numbers, device=device)
+    whole = torch.tensor(list(numbers), dtype=None if numbers else torch.long, device=device)
     layouts = [call.layout(item) for item in numbers]
     known = [layout for layout in layouts if layout is not None]
     if known:

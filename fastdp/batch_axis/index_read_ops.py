@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_positions import WHY, is_fixed, rows_alike
+from .batch_positions import WHY, is_fixed, made_in_sight, rows_alike
 from .batch_slices import cut
 from .calls import Call, Tags, layout_rule
 from .host_values import at, numbered
@@ -182,7 +182,7 @@ def _position(entries: dict[int, Entry], items: tuple[Any, ...]) -> int:
 def _take_from_constant(call: Call) -> Tags:
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if len(index) != 1 or not isinstance(index[0], Tensor):
-        return ask(call)
+        return ask(_without_places(call, index))
     layout = call.layout(index[0])
     if index[0].dtype != torch.bool:  # numbers chosen from among the choices that occur are constants
         return [(call.out, None if layout is None or (layout.mixed and layout.is_row_index) else layout)]
@@ -191,6 +191,23 @@ def _take_from_constant(call: Call) -> Tags:
     coordinates, _, order = found_in(index[0], layout)
     places = not _same_for_all(call.args[0], layout.dim)
     return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(is_row_index=places))]
+
+
+def _without_places(call: Call, index: tuple[Any, ...]) -> Call:
+    """The same call of a constant table, its first row in the place of each that constants name along a dimension whose
+    rows are the same (`positions.expand(batch, -1)[torch.arange(batch)[:, None], picked]`)."""
+    table, items = call.args[0], list(index)
+    if any(isinstance(item, Tensor) and item.dtype == torch.bool for item in items):
+        return call
+    places = [number for number, item in enumerate(items) if item is not None and item is not Ellipsis]
+    for number, dim in zip(places, _source_dims(index, table.dim()), strict=True):
+        item = items[number]
+        if isinstance(item, Tensor) and call.is_constant(item) and made_in_sight(item) and _same_for_all(table, dim):
+            items[number] = torch.zeros_like(item)
+    other = Call(call.func, (table, tuple(items)), {}, call.batch, call.path, call.out)
+    for tensor, layout in call.inputs():
+        other.knows(tensor, layout)
+    return other
 
 
 def _same_for_all(table: Tensor, dim: int) -> bool:

@@ -68,7 +68,8 @@ def _setitem(call: Call) -> Tags:
 @layout_rule(*spellings("index_put", "index_put_"), by_value=True, picks=True, joins=True)
 def _index_put(call: Call) -> Tags:
     target, index, value = (call.argument(i, n) for i, n in enumerate(("input", "indices", "values")))
-    return [(call.out, _assigned(call, target, tuple(index), value, bool(call.argument(3, "accumulate", False))))]
+    index = index_tuple(call, tuple(index), target.device)
+    return [(call.out, _assigned(call, target, index, value, bool(call.argument(3, "accumulate", False))))]
 
 
 @layout_rule(

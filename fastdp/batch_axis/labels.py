@@ -20,6 +20,7 @@ from . import operator_table, tensor_notes
 from .batch_positions import made_in_sight
 from .calls import Call
 from .index_kinds import permutes
+from .inputs import mark_of
 from .layout import Layout, tag, tag_of
 from .loss_ops import LOSSES, class_weights
 from .tensor_notes import is_of_model, release
@@ -84,7 +85,8 @@ class Labels:
             note = tensor.__dict__.get(tensor_notes.PRESUMED)
             if note is not None and note != (self.moment, tensor._version):
                 del tensor.__dict__[tensor_notes.PRESUMED]
-                if note[1] == tensor._version:  # else what was written to them stands
+                # (else what was written to them stands)
+                if note[1] == tensor._version or (note[0] != self.moment and _is_copy(tensor)):
                     tag(tensor, None)  # the same labels again, in another step
         weights = class_weights(call)
         if isinstance(weights, Tensor) and weights.is_floating_point() and id(weights) not in self._met:
@@ -134,6 +136,7 @@ class Labels:
             or tensor.is_sparse
             or tensor.is_nested
             or tag_of(tensor, self.batch) is not None
+            or any(mark.owner is None for t in (tensor, tensor._base) if t is not None and (mark := mark_of(t)))
         ):
             return
         first = tensor.__dict__.setdefault(tensor_notes.SEEN_WITH, self.batch)
@@ -257,6 +260,12 @@ class Labels:
         if origin.order is not None and layout is not None and layout.plain and layout.dim < tensor.dim():
             tag(tensor, layout.taken(layout.dim, origin.order))
         tensor.__dict__.pop(tensor_notes.LABELS, None)
+
+
+def _is_copy(tensor: Tensor) -> bool:
+    """Whether the notes on labels are another tensor's, of which this is a copy (by `copy`, out of sight)."""
+    origin: Origin | None = tensor.__dict__.get(tensor_notes.LABELS)
+    return origin is not None and id(tensor) not in origin.roots
 
 
 def _kept_in_product(args: tuple[Any, ...]) -> list[Tensor]:

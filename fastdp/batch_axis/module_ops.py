@@ -104,3 +104,12 @@ def _packed(call: Call) -> Tags:
     lengths = found._replace(dim=0, owner=owners[: sizes[0]].to(call.out[1].device))  # each its own sample's
     rows = torch.arange(lengths.rows, device=call.out[1].device)
     return [(result, found), (call.out[1], lengths.taken(0, rows))]
+
+
+@layout_rule(torch.istft, T.istft)
+def _istft(call: Call) -> Tags:
+    """Back from frequencies [..., F, T] (it looks at the window's numbers, so no trial can tell its rows)."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if call.beside_first() or (layout is not None and layout.dim >= source.dim() - 2 and layout.alone < 0):
+        return call.all_combined("sums over the batch")
+    return [(call.out, layout)]

@@ -125,8 +125,8 @@ BY_LENGTHS = _names("lstm gru rnn_tanh rnn_relu _pad_packed_sequence _pack_padde
 # --------------------------------------------------------------------------- new tensors
 
 LIKE = _names("zeros_like ones_like full_like empty_like rand_like randn_like")  # constants: no values in
-SHAPED = _names("new_zeros new_ones new_empty new_full", LIKE)
-FILLING = _names("zeros ones full empty new_zeros new_ones new_full zeros_like ones_like full_like")
+SHAPED = _names("new new_zeros new_ones new_empty new_full", LIKE)
+FILLING = _names("zeros ones full empty new new_zeros new_ones new_full zeros_like ones_like full_like")
 NUMBERING = _names("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander")
 DRAWING = _names(
     "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial poisson bernoulli_ "

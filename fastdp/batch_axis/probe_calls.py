@@ -30,7 +30,7 @@ def cached_trial(call: Call, inputs: Inputs) -> Answer:
     except TypeError:  # an argument without a hash
         key = None
     answer: Answer = (None, False)
-    for grow in (_constants_as_they_are, _constants_grown):
+    for grow in (_constants_as_they_are, _constants_grown, _constants_grown_first):
         answer = (_trial(call, inputs, grow), grow is not _constants_as_they_are)
         if answer[0] is not None:
             break
@@ -64,10 +64,19 @@ def _constants_as_they_are(tensor: Tensor, batch: int, inputs: Inputs) -> list[i
 
 def _constants_grown(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
     """A constant made for this batch (a mask), lying as the data lies, or samples first."""
+    known = [(layout.dim - source.dim() + tensor.dim(), layout) for source, layout in inputs if not layout.mixed]
+    return _grown(tensor, batch, [*known, *((0, layout) for _, layout in known)])
+
+
+def _constants_grown_first(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
+    """The same, where another dimension is as long as the samples' (two operands of an einsum)."""
+    return _grown(tensor, batch, [(0, layout) for _, layout in inputs if not layout.mixed])
+
+
+def _grown(tensor: Tensor, batch: int, places: list[tuple[int, Layout]]) -> list[int]:
     shape = list(tensor.shape)
-    for source, layout in inputs:
-        dim = layout.dim - source.dim() + tensor.dim()
-        if not layout.mixed and 0 <= dim < tensor.dim() and tensor.size(dim) == layout.rows:
+    for dim, layout in places:
+        if 0 <= dim < tensor.dim() and tensor.size(dim) == layout.rows:
             shape[dim] = _grown_rows(layout)
             return shape
     if shape and shape[0] == batch:

@@ -58,7 +58,7 @@ def of_no_numbers(call: Call) -> Tags | None:
     """
     if call.name in operator_table.TAKING_A_TYPE:
         found = call.layout(call.args[0])
-    elif (call.name.startswith("new_") and not numbers_in(call)) or (
+    elif (call.name.partition("_")[0] == "new" and not numbers_in(call)) or (
         call.name in operator_table.LIKE and len(call.inputs()) == 1
     ):
         found = None
@@ -68,8 +68,8 @@ def of_no_numbers(call: Call) -> Tags | None:
 
 
 def numbers_in(call: Call) -> Inputs:
-    """The data whose numbers fill a new constant (new_full, new_tensor); a size is no data."""
-    filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data")}.get(call.name)
+    """The data whose numbers fill a new constant (new_full, new_tensor, new); a size is no data."""
+    filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data"), "new": (1, "data")}.get(call.name)
     found = [] if filling is None else [(t, call.layout(t)) for t in tensors_in((call.argument(*filling),))]
     return [(tensor, layout) for tensor, layout in found if layout is not None]
 
@@ -88,11 +88,11 @@ def _fills_the_batch(call: Call, sample: int) -> bool:
 
 def _is_sized(call: Call, inputs: Inputs) -> bool:
     """Whether a size of the result may be made by the data."""
-    if (
-        any(layout.size_from_data or layout.order is not None for _, layout in inputs)
-        or call.name in operator_table.SIZED_BY_DATA
-    ):
+    if any(layout.size_from_data or layout.order is not None for _, layout in inputs):
         return True
+    if call.name in operator_table.SIZED_BY_DATA:  # a number of Python sizes all samples' alike
+        told = {"repeat_interleave": "repeats", "one_hot": "num_classes"}.get(call.name)
+        return told is None or type(number := call.argument(1, told)) is not int or number < 0
     if call.name == "where":
         return len(call.args) == 1 and not call.kwargs
     return call.name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(call.args[1]))

@@ -101,7 +101,7 @@ def _repeat_interleave(call: Call) -> Tags:
     return [(call.out, brought_back(repeated(seen, often, rows), source.device))]
 
 
-@layout_rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
+@layout_rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new"))
 def _constant(call: Call) -> Tags:
     """Constants of a tensor's type, unless their numbers are data."""
     data = numbers_in(call)
@@ -109,7 +109,7 @@ def _constant(call: Call) -> Tags:
         for tensor in call.results():
             note_shape(tensor, call.layout(call.args[0]))
         return [(tensor, None) for tensor in call.results()]
-    if call.name == "new_tensor" and call.argument(1, "data") is data[0][0]:
+    if call.name in ("new_tensor", "new") and call.argument(1, "data") is data[0][0]:
         return [(call.out, data[0][1])]
     return call.all_combined("makes numbers of several samples")
 

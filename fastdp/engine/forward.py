@@ -15,7 +15,7 @@ from ..batch_axis.aliasing import look
 from ..batch_axis.batch_slices import OWN_READS, WRITTEN
 from ..batch_axis.generations import Generation, Token, set_generation
 from ..batch_axis.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
-from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.layout import Layout, generation_of, layout_on, tag_of
 from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
@@ -162,7 +162,7 @@ class Forward(Engine):
             loss_tracking.pause()  # before all else: what is done here is not the user's
             self._turn.take(backward.thread())
         if not recomputing or not path:
-            self.batch = self.batching.samples(args, kwargs)
+            self.batch = self._samples(args, kwargs)
             self.people = backward.whose.of_batch(self.batch)
         if not recomputing:
             if not path:
@@ -194,6 +194,15 @@ class Forward(Engine):
         COLLECTOR.begin(backward)
         PLAINLY.begin()
         return active
+
+    def _samples(self, args: Any, kwargs: Any) -> int:
+        """The number of samples: of the batch of which a forward before made an argument (of `model.encode(x)`, whose
+        modules are called one by one), else what sizes and marks say."""
+        for tensor in nested_tensors((args, kwargs)) if self._moments else ():
+            layout, moment = layout_on(tensor), generation_of(tensor)
+            if layout is not None and moment is not None and any(moment is mine for mine in self._moments):
+                return layout.batch
+        return self.batching.samples(args, kwargs)
 
     def _note_batch(self, active: Pass, path: str, tensors: list[Tensor], followed: Any) -> None:
         """What a new pass must know of its batch: its generation, the loader's batch, and numbers read of it before."""

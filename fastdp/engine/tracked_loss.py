@@ -110,7 +110,8 @@ def problem_of(
                 return mixing_error(of_model)
             if grouped:  # of one person's records, perhaps
                 return LossNotFollowedWarning(_LOST)
-            return SampleMixingError(REFUSED.format(layout.mixed), layout.mixed)
+            chance = any(words in layout.mixed for words in _MET_BY_CHANCE)
+            return SampleMixingError(REFUSED.format(layout.mixed) + (_NO_SAMPLES if chance else ""), layout.mixed)
         if layout.piece is not None:
             return SampleMixingError(REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
         if layout.total not in ("", "either", "mean" if mean else "sum"):
@@ -151,6 +152,11 @@ REFUSED = (
     "the loss is no sum or mean of each sample's own loss: {}. One sample then changes the gradients of others, and "
     "clipping does not bound that. Make it a sum or mean over the samples of losses that take one sample each; what "
     "several samples must share, make a constant."
+)
+_MET_BY_CHANCE = "samples with each other", "lie in different dimensions"
+_NO_SAMPLES = (
+    " Or is a tensor of no sample (prototypes, a teacher's buffer), and has as many rows as the batch? Say so, by "
+    "fastdp.mark_rows(tensor, None)."
 )
 
 

@@ -153,18 +153,21 @@ class Guards:
         self._parts = [self._part(module) for _, module, _ in self._modules]
         self._held: list[tuple[dict[str, Any], str, str, Tensor, Any, bool]] = []
         self._absent: list[tuple[dict[str, Any], str, str]] = []
+        sparse: list[tuple[Any, Any, Tensor]] = []  # buffers that no recording takes: the same objects, at least
         for path, module, _ in self._modules:
             for place in (module._parameters, module._buffers):
                 for name, tensor in place.items():
                     full = f"{path}.{name}" if path else name
                     if tensor is None:
                         self._absent.append((place, name, full))
+                    elif tensor.layout is not torch.strided:
+                        sparse.append((place, name, tensor))
                     else:
                         self._held.append((place, name, full, tensor, _lies(tensor), tensor.requires_grad))
         self._torch = _state_of_torch()
         self._attributes = self._look()
         owners: list[Any] = [*self._dicts, *self._lists]
-        self._tensors = [
+        self._tensors = sparse + [
             (owner, key, value)
             for owner in owners
             for key, value in (owner.items() if isinstance(owner, dict) else enumerate(owner))

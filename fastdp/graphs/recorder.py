@@ -83,7 +83,9 @@ _UNCHANGED = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The identity of a tensor's memory."""
+    """The identity of a tensor's memory (of a sparse one, which no recording takes: its own)."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     return tensor.untyped_storage()._cdata
 
 

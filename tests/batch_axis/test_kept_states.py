@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -128,6 +131,18 @@ def test_parts_of_one_tensor_may_be_the_batches_and_come_again() -> None:
         found.append(engine.norms())
     assert torch.equal(found[0], found[-1]) and not torch.equal(found[0], found[1])
     engine.detach()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_labels_are_labels(copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    labels = torch.randint(0, 4, (6,))
+    for model in (Program(lambda m, h: h), Program(lambda m, h: h)):  # of another model's, too
+        engine = fastdp.PerSampleGradients(model)
+        for times in (0, 1, 0):
+            given = copied(labels) if times else labels
+            nn.functional.cross_entropy(model(torch.randn(6, D)), given).backward()
+        assert engine.norms().shape == (6,)
+        engine.detach()
 
 
 def test_a_hidden_state_passed_on_is_refused() -> None:

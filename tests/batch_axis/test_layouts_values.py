@@ -92,7 +92,15 @@ def listed(m, x, ids, where=lambda b: b):
     return m.b(m.a(x) + m.table(tokens).sum(2)[:, :T])
 
 
+def spectra(m, x, of=lambda z: z):
+    """Numbers as frequencies over time, and back."""
+    window = torch.hann_window(8, dtype=x.dtype)
+    z = torch.stft(m.a(x).flatten(1), 8, 2, window=window, return_complex=True)
+    return m.b(torch.istft(of(z * z.abs()), 8, 2, window=window).reshape(len(x), -1, D))
+
+
 EXACT = {
+    "spectra": lambda m, x, ids, sizes: spectra(m, x),
     "own_positions_first": lambda m, x, ids, sizes: zeros_first(
         m, x, ids, lambda ids: torch.arange(T).repeat(2).expand(len(ids), -1)
     ),
@@ -102,6 +110,10 @@ EXACT = {
     "mask_of_lowest": lambda m, x, ids, sizes: packed_attention(m, x, apart(x, torch.finfo(x.dtype).min, None)),
     "split_by_own_sizes": lambda m, x, ids, sizes: torch.stack(
         [m.b(one).mean(0) * one[-1] for one in m.a(x).flatten(0, 1).split([h * w for h, w in sizes])]
+    ),
+    "one_by_one_repeated": lambda m, x, ids, sizes: (
+        torch.cat([h.repeat_interleave(1, 0) + F.one_hot(i, D) for h, i in zip(m.a(x).split(1), ids, strict=True)])
+        * torch.ones(len(x), 1, 1).to(x)
     ),
     "global_tokens": global_tokens,
     "rows_counted": lambda m, x, ids, sizes: counted(m, x, sizes),
@@ -133,6 +145,7 @@ def faintly_seen(mask):
 
 
 REFUSED = {
+    "spectra_across": lambda m, x, ids, sizes: spectra(m, x, lambda z: z.permute(2, 1, 0).repeat(3, 1, 5)[:, :, :13]),
     "places_first": lambda m, x, ids, sizes: zeros_first(
         m, x, ids, lambda ids: torch.arange(len(ids) * 2 * T).view(len(ids), -1)
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ BY_PLACE = {
     "columns from a sample's number on": lambda m, h: h * 2 + F.pad(h[:, (h[0] > 0).sum() :].sum(1, True), (0, C - 1)),
     "columns written up to a sample's number": lambda m, h: written(h * 1.0, (h[0] > 0).sum()),
     "every second": lambda m, h: h[::2],
+    "every second by an array": lambda m, h: h[numpy.arange(0, len(h), 2)],
     "a comparison": lambda m, h: torch.where(torch.arange(len(h))[:, None] < 3, h, -h),
 }
 
@@ -82,7 +84,10 @@ BY_PLACE |= {
         "scaled": lambda m, h: h + (2 * m.table)[: len(h)],
         "normalised": lambda m, h: h + F.normalize(m.table, dim=-1)[: len(h)] * 9,
         "by numbers": lambda m, h: h + (m.table * 4)[torch.arange(len(h))],
+        "by numpy's": lambda m, h: h + m.table[numpy.arange(len(h))],
+        "by a range": lambda m, h: h + m.table[range(len(h))],
         "looked up": lambda m, h: h + F.embedding(torch.arange(len(h)), m.table * 4),
+        "by numbers and data": lambda m, h: h + m.table[: len(h)][torch.arange(len(h))[:, None], h.argsort(1)],
         "in bags": lambda m, h: h + F.embedding_bag(torch.arange(2 * len(h)).view(-1, 2), m.table * 4),
         "narrowed": lambda m, h: h + (m.table + 0).narrow(0, 0, len(h)),
         "rolled": lambda m, h: h + m.table.roll(1, 0)[: len(h)],
@@ -92,6 +97,22 @@ BY_PLACE |= {
         "written into": lambda m, h: h * m.table[: len(h)].clone().add_(h.detach()),
         "multiplied into": lambda m, h: h + torch.arange(len(h))[:, None].expand(-1, C).float().mul_(h.detach()),
     }.items()
+}
+
+
+def drawn(take, *width):
+    """A write where a random mask of samples, or of their numbers, says."""
+
+    def write(m, h):
+        mask = torch.rand(len(h), *width) < 0.8
+        h[mask] = take(h)[mask]
+
+    return then(write)
+
+
+BY_PLACE |= {
+    "others' numbers where a mask was drawn": drawn(lambda h: h.flip(0)),
+    "others' numbers where masks were drawn": drawn(lambda h: h.roll(1, 0), C),
 }
 
 
@@ -124,7 +145,22 @@ NOT_BY_PLACE = {
     "parts of dsplit": lambda m, h: torch.cat([p.tanh() for p in h.T[None].dsplit([1, 4])], 2)[0].T,
     "columns by hsplit": lambda m, h: h.hsplit([1])[1] * h.hsplit([1])[0],
     "one at a time": lambda m, h: torch.stack([h[i].tanh() for i in range(len(h))]),
+    "a range": lambda m, h: h[range(len(h)), h.argmax(1)][:, None],
+    "an array": lambda m, h: h[numpy.arange(len(h)), h.argmax(1)][:, None],
     "an index": lambda m, h: h[torch.arange(len(h)), h.argmax(1)][:, None],
+    "a table alike by number": lambda m, h: (
+        h * torch.linspace(1, 3, C).expand(len(h), -1)[torch.arange(len(h))[:, None], h.argsort(1)]
+    ),
+    "memory of the data's type": lambda m, h: h + h.new(len(h), C).fill_(0.5) + h.new([[1.0]]),
+    "a matrix for each row": lambda m, h: (
+        torch.einsum("rf,rfi->ri", h.repeat_interleave(2, 0).tanh(), EYE[:, 1:].to(h).expand(2 * len(h), -1, -1))
+    ).view(len(h), -1),
+    "a matrix as wide as the batch": lambda m, h: torch.einsum(
+        "rf,rfi->ri", h[:, :3].tanh().repeat(1, 2), h.new_ones(1, 6, 2).expand(len(h), -1, -1)
+    ),
+    "own numbers where a mask was drawn": drawn(lambda h: h),
+    "own numbers where masks were drawn": drawn(lambda h: h, C),
+    "put where masks were drawn": lambda m, h: h + 0 * h.index_put((torch.rand(len(h)) < 0.8,), m.token),
     "there and back": lambda m, h: h.flip(0).tanh().flip(0),
 }
 

@@ -297,3 +297,16 @@ def test_other_modes_may_begin_within_and_end_after() -> None:
         with torch.device("cpu"):
             out = model(torch.randn(6, D))
         out.mean(0).square().sum().backward()
+
+
+@pytest.mark.parametrize("table", [torch.randn(6, 4), torch.randn(9, 4)])
+def test_a_table_that_has_as_many_rows_as_the_batch_may_be_marked(table: torch.Tensor) -> None:
+    """Positions of a teacher's: [T, D] beside [B, T, D], where T is B by chance."""
+    engine = fastdp.PerSampleGradients(model := nn.Linear(4, 4))
+    distance = lambda x: (model(x) - (x + table[:6])).square().sum((1, 2)).mean()
+    with pytest.raises(SampleMixingError, match=r"mark_rows\(tensor, None\)"):
+        distance(torch.randn(6, 6, 4)).backward()
+    fastdp.mark_rows(table, None)
+    distance(torch.randn(6, 6, 4)).backward()
+    assert engine.norms().shape == (6,)
+    engine.detach()

@@ -15,6 +15,7 @@ import fastdp
 from fastdp.errors import PairedForwardsWarning, SampleMixingError, StepError, UncapturedUseError
 
 from ..cases import Net
+from ..truth import compare
 
 B, T, D = 6, 5, 4
 Loss = Callable[[Any], Tensor]
@@ -92,6 +93,17 @@ def test_the_same_samples(name: str) -> None:
     time_first = {"batch_first": False} if "time first" in name else {}
     norms, said = run(SAME[name], Model(), **time_first)
     assert norms.numel() == (1 if "one sample" in name else B) and PairedForwardsWarning.__name__ not in said
+
+
+@pytest.mark.parametrize("moved", [lambda h: h.transpose(0, 1), lambda h: h.flatten(0, 1), lambda h: h.mean(1)[None]])
+def test_modules_called_one_by_one_take_what_was_made_of_the_samples(moved: Callable[[Tensor], Tensor]) -> None:
+    """As `model.encode_text(x)` does: how many samples there are, sizes of later arguments do not tell."""
+
+    def losses(m: Model, x: Tensor) -> Tensor:
+        back = m.decoder(moved(m.encoder(x).tanh()))
+        return (back.transpose(0, 1) if back.dim() == 3 else back).reshape(len(x), -1).square().sum(1)
+
+    assert compare(Model(), VIDEO, losses).worst < 1e-5
 
 
 def test_what_nothing_shows_is_warned_of_and_refused_where_it_is_certain() -> None:

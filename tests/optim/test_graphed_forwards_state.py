@@ -221,6 +221,13 @@ def test_a_model_that_was_replayed_is_freed() -> None:
 # ---------------------------------------------------------------------- given up, and tried again
 
 
+def test_a_sparse_buffer_is_in_no_ones_way() -> None:
+    """Whisper keeps the numbers of some attention heads in one."""
+    model = Model(plain)
+    model.register_buffer("heads", torch.eye(2).to_sparse(), persistent=False)
+    assert trained(model, lambda k: loss_of(model(batch(k)[0]), k), 4).replayed
+
+
 def test_what_was_in_the_way_may_be_gone() -> None:
     model = Model(plain)
     handle = model.up.register_forward_hook(lambda module, args, out: None)
