@@ -53,7 +53,7 @@ def test_no_drawn_program_is_silently_wrong(part: int) -> None:
         if verdict.fault:
             faults.append(told(f"--seed {seed}", source(draw(seed)), verdict))
     assert not faults, f"{len(faults)} at fault\n" + "\n".join(faults[:5])
-    assert kinds["exact"] >= 5 and kinds["refused"] >= 3, kinds
+    assert kinds["exact"] >= 2 and kinds["refused"] >= 2, kinds
 
 
 def test_the_judge_is_not_blind(monkeypatch: pytest.MonkeyPatch) -> None:
