@@ -32,7 +32,7 @@ from .models import GPT, Workload
 from .suites import CPU, SMALL
 from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
 
-COLUMNS = ("model", "contender", "batch_size", "ratio", "of_torch", "step_ms", "rounds", "threads", "error")
+COLUMNS = ("model", "contender", "batch_size", "ratio", "of_torch", "step_ms", "rounds", "error")
 CLOSE = 1e-4  # see `error_of`
 
 
@@ -182,7 +182,7 @@ def torch_step(name: str, work: Workload, x: torch.Tensor, y: torch.Tensor) -> C
     return lambda: step(x, y)
 
 
-def measured(name: str, work: Workload, rounds: int, threads: int) -> list[Row]:
+def measured(name: str, work: Workload, rounds: int) -> list[Row]:
     """A row for each contender, of one model."""
     torch.manual_seed(0)
     model = work.build().train()
@@ -198,7 +198,7 @@ def measured(name: str, work: Workload, rounds: int, threads: int) -> list[Row]:
     times = interleaved(runs, torch.device("cpu"), rounds)
     base = {True: times["jax non-private"], False: times["non-private"]}
     return [
-        {"model": name, "contender": contender, "batch_size": work.batch_size, "rounds": rounds, "threads": threads,
+        {"model": name, "contender": contender, "batch_size": work.batch_size, "rounds": rounds,
          "ratio": f"{spent / base['jax' in contender]:.2f}", "of_torch": f"{spent / base[False]:.2f}",
          "step_ms": f"{1e3 * spent:.1f}", "error": f"{error:.1e}" if "privacy" in contender else "-"}
         for contender, spent in times.items()
@@ -223,7 +223,7 @@ def main() -> None:
     rows = list[Row]()
     for name in options.models:
         work = suite[{"gpt": "gpt", "vit": "vit-b16"}[name]]
-        rows += measured(name, work, options.rounds, options.threads)
+        rows += measured(name, work, options.rounds)
     show(rows, COLUMNS)
     about = versions() | {"jax": jax.__version__}
     print(", ".join(f"{name} {value}" for name, value in about.items()))
