@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -114,11 +113,11 @@ class Blocks:
             follows = follows and (now.place[1] == old.place[1] or now.place[2] % promise.period == 0)
         return self.last.steps if follows and number == old.drawn[1] + self.last.steps else 0
 
-    def block(self, now: _Running, step: int, promise: Participation) -> Block:
-        """The block as it is with this step of it."""
+    def block(self, now: _Running, step: int, promise: Participation, run: str) -> Block:
+        """The block as it is with this step of it. run: of its name, which is the same on all ranks that share it."""
         if step:
             return self.last._replace(steps=step + 1)
-        return Block(secrets.token_hex(8), now.noised[0], 1, promise, now.place[2] % promise.period)
+        return Block(mark(run, *now.drawn), now.noised[0], 1, promise, now.place[2] % promise.period)
 
     def count(self, now: _Running, block: Block) -> None:
         """A step was made, and the block is this one now."""
@@ -238,7 +237,7 @@ class CorrelatedStep(PrivateStep):
         offsets = self.engine.offsets()
         now.offsets = {name: offsets[name] for name in self.engine.named_parameters()}
         step = self.mechanism.step_of(now, self.noise.step, promise)
-        block = self.mechanism.block(now, step, promise)
+        block = self.mechanism.block(now, step, promise, self.ledger.name)
         self._refuse_beyond_budget(block)
         if promise.kind == "cyclic Poisson" and any(map(self.ledger.draws.holds, self._drawn)):
             self.discard()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, TensorDataset
 
 import fastdp
@@ -54,6 +56,21 @@ def persons(rank: int, world: int, wrap: Any = None) -> list[Any]:
 
 def correlated(rank: int, world: int, wrap: Any = None) -> list[Any]:
     return records(rank, world, wrap, noise=Bisr(3))
+
+
+def blocks_of_one_name(rank: int, world: int) -> None:
+    """A checkpoint that any rank has written, and the ledger, which the first one writes, tell of the same blocks."""
+    box: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box)
+    model = build()
+    optimizer = adamw(model, expected_batch_size=None, sample_rate=None, noise=Bisr(2), ledger=f"{box[0]}/run.ledger")
+    for _, tokens in ftrl_loader(data(), batch_size=30):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+    names: list[Any] = [None] * world
+    dist.all_gather_object(names, list(optimizer._privacy.mechanism.all))
+    optimizer.detach()
+    assert len(names[0]) == 1 and names == [names[0]] * world
 
 
 def check_records(mine: list[Any], truth: Any) -> str:
@@ -137,4 +154,7 @@ def cycles(rank: int, world: int) -> list[Any]:
     return [(each.participation.mark, [batch.tolist() for _ in range(2) for batch in each]) for each in made]
 
 
-CASES = {case.__name__: case for case in (records, persons, correlated, loader_refused, skipped_by_one, cycles)}
+CASES = {
+    case.__name__: case
+    for case in (records, persons, correlated, blocks_of_one_name, loader_refused, skipped_by_one, cycles)
+}
