@@ -117,7 +117,7 @@ class Blocks:
         """The block as it is with this step of it. run: of its name, which is the same on all ranks that share it."""
         if step:
             return self.last._replace(steps=step + 1)
-        return Block(mark(run, *now.drawn), now.noised[0], 1, promise, now.place[2] % promise.period)
+        return Block(mark(run, now.drawn, now.place), now.noised[0], 1, promise, now.place[2] % promise.period)
 
     def count(self, now: _Running, block: Block) -> None:
         """A step was made, and the block is this one now."""
