@@ -96,10 +96,12 @@ class LM(nn.Module):
 class LoRA(nn.Module):
     def __init__(self, base: nn.Linear, half: bool) -> None:
         super().__init__()
-        self.base = base.bfloat16() if half else base
+        self.base, self.half = base.bfloat16() if half else base, half
         self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.half:
+            return self.base(x) + self.b(self.a(x))
         weight, bias = self.base.weight.to(x.dtype), self.base.bias.to(x.dtype)  # no 16-bit products, which round by B
         return F.linear(x, weight, bias) + self.b(self.a(x))
 

@@ -191,15 +191,16 @@ def mixed_precision(rank: int, world: int) -> None:
     half = torch.bfloat16
     shared = dict(noise_multiplier=0.0, eps=1e-3, loss_reduction="sum")  # no mean, which 16 bits would round
     in_whole = MixedPrecisionPolicy(half, output_dtype=torch.float32)
-    for of_blocks, outer in (
-        (MixedPrecisionPolicy(half, half), MixedPrecisionPolicy(half, half)),
-        (MixedPrecisionPolicy(half, output_dtype=half, cast_forward_inputs=False), in_whole),
-        (in_whole, MixedPrecisionPolicy(output_dtype=half)),
+    for of_blocks, outer, joint in (
+        (MixedPrecisionPolicy(half, half), MixedPrecisionPolicy(half, half), True),
+        (MixedPrecisionPolicy(half, output_dtype=half, cast_forward_inputs=False), in_whole, False),
+        (in_whole, MixedPrecisionPolicy(output_dtype=half), False),
     ):
-        _by_policy(rank, world, functools.partial(sharded, policies=(of_blocks, outer)), **shared)
+        _by_policy(rank, world, functools.partial(sharded, policies=(of_blocks, outer)), joint, **shared)
 
 
-def _by_policy(rank: int, world: int, wrap: Any, **shared: Any) -> None:
+def _by_policy(rank: int, world: int, wrap: Any, joint: bool, **shared: Any) -> None:
+    """joint: the one process takes one batch; else the ranks' one by one, as 16-bit products round by its size."""
     several = wrap(build())
     with single():
         one = wrap(build(), alone())
@@ -211,7 +212,7 @@ def _by_policy(rank: int, world: int, wrap: Any, **shared: Any) -> None:
         loss_of(several, batches[rank], total=True).backward()
         optimizer.step()
         with single():
-            for own in batches:  # one by one, as 16-bit products round by the size of a batch
+            for own in [torch.cat(batches)] if joint else batches:
                 loss_of(one, own, total=True).backward()
             truth.step()
     for p, q in zip(several.parameters(), one.parameters(), strict=True):

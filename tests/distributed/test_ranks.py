@@ -18,18 +18,15 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
 ]
-# which test_sharded runs, too, or one beside it does; `python -m tests.distributed` runs them
-ALIKE = {"accumulation", "automatic", "a function", "checkpointed", "frozen", "global", "groups", "noise"}
-TWO = [name for name in CASES if name not in ALIKE]
 THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons", "correlated"]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return Launches("tests.distributed.cases", tmp_path_factory, two=TWO, three=THREE)
+    return Launches("tests.distributed.cases", tmp_path_factory, two=CASES, three=THREE)
 
 
-@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in TWO), *((3, name) for name in THREE)])
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in CASES), *((3, name) for name in THREE)])
 def test_the_steps_of_one_process(world, name, ranks):
     ranks.check(world, name, name in EXACT)
 

@@ -210,7 +210,7 @@ def test_a_step_on_many_ranks_sends_what_an_ordinary_one_does(lora: int, copies:
     assert private.sent["all-gather"] == ordinary.sent["all-gather"]
     (number, size), (ordinary_number, ordinary_size) = (m.sent["reduce-scatter"] for m in (private, ordinary))
     assert number <= ordinary_number  # small sums go together, and with the number of samples that contribute nothing
-    assert size <= 1.03 * ordinary_size + 2048  # padded to whole shares
+    assert size <= 1.03 * ordinary_size + 8 * 64  # padded to whole shares; the number goes to each of 8 ranks
     more = private.sent.get("all-reduce", (0, 0))[1] - ordinary.sent.get("all-reduce", (0, 0))[1]
     assert more <= 8 + 0.01 * ordinary_size
     for kind in ("weights", "moments"):
