@@ -34,7 +34,7 @@ from .memory_budget import Block
 from .module_hooks import ModuleHook, numbered
 from .multiple_forwards import Given
 from .public_forward import PublicForward
-from .state import ENGINES, Engine
+from .state import ENGINES, Engine, attached
 from .tracked_loss import Evaluation
 
 
@@ -67,7 +67,7 @@ class Forward(Engine):
         self._compiled = CompiledModules(self.model)
         for parameter in self.model.parameters():
             note_parameter(self.backward.tracked.whole(parameter))
-        ENGINES.add(self)
+        attached(self)
 
     def detach(self) -> None:
         """Take every hook off the model."""

@@ -5,6 +5,7 @@ Passes of capture write to it, the modes that follow a loss ask it, and `fastdp.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import Any
@@ -63,6 +64,16 @@ class Engine:
 
 
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # that are attached to a model
+MANY = 64  # engines: a backward asks all of them
+_MOST = [MANY]  # of more, those are collected whose models nobody has any longer: they hang in circles of hooks
+
+
+def attached(engine: Engine) -> None:
+    """An engine has hooks on its model."""
+    if len(ENGINES) >= _MOST[0]:
+        gc.collect()
+        _MOST[0] = max(MANY, 2 * len(ENGINES))
+    ENGINES.add(engine)
 
 
 def parameters() -> set[int]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import fastdp
 from fastdp.accounting import epsilon_of
+from fastdp.engine import state
 from fastdp.errors import ClippingError, OptimizerReplacedWarning, ParameterError, StepError
 
 from ..runs import backward, data, model_of, steps
@@ -128,3 +131,16 @@ def test_what_cannot_be_replaced_stands_in_the_way(tmp_path):
     private(model[0])
     with pytest.raises(ParameterError, match="already has a fastdp engine"):  # a part is another model
         private(model)
+
+
+def test_engines_of_models_that_are_gone_do_not_pile_up(monkeypatch):
+    """A backward asks all engines, and they and their models hang in circles: each step of a long search would cost
+    more than the one before."""
+    monkeypatch.setattr(state, "_MOST", [state.MANY])
+    gc.disable()
+    try:
+        for _ in range(3 * state.MANY):
+            fastdp.DPSGD(nn.Linear(2, 2), lr=0.1, noise_multiplier=1.0)
+        assert len(state.ENGINES) <= 2 * state.MANY + 1
+    finally:
+        gc.enable()
