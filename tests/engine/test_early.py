@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -189,6 +190,72 @@ def odd():
 
 def test_what_never_is_complete_is_taken_at_the_end(taken):
     assert taken_early(taken, odd, of_rows, digits=1e-5) == [1] * 4
+
+
+def alone(model, rows, limit):
+    """The clipped sum of a layerwise step, one sample at a time by plain autograd, by name."""
+    model = copy.deepcopy(model).double()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layers = {name.rpartition(".")[0]: [] for name in named}
+    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    for name in named:
+        layers[name.rpartition(".")[0]].append(name)
+    for row in rows.double():
+        out = torch.func.functional_call(model, named, (row[None],))
+        grads = dict(
+            zip(named, torch.autograd.grad(out.square().sum(), named.values(), allow_unused=True), strict=True)
+        )
+        for names in layers.values():
+            own = {name: grads[name] for name in names if grads[name] is not None}
+            norm = float(torch.cat([torch.zeros(1), *(g.flatten() for g in own.values())]).norm())
+            for name, g in own.items():
+                total[name] += min(1.0, limit / len(layers) ** 0.5 / max(norm, 1e-30)) * g
+    return total
+
+
+@pytest.mark.parametrize("window", [0, 500, 1 << 20])
+def test_a_weight_made_of_two_layers_has_the_factors_of_each(window, monkeypatch):
+    monkeypatch.setattr(layerwise_module, "WINDOW", window)
+    model, rows = odd(), torch.randn(B, D, generator=torch.Generator().manual_seed(0))
+    optimizer = fastdp.DPSGD(model, lr=0.0, style="layerwise", noise_multiplier=0.0, max_grad_norm=0.4,
+                             loss_reduction="sum")  # fmt: skip
+    model(rows).square().sum().backward()
+    optimizer.step()
+    expected = alone(model, rows, 0.4)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_other_parameters_need_stays_until_they_were_asked_for():
+    """Parts of a model are asked for one after the other, where each is gathered apart."""
+    rows, factors, found = torch.randn(B, D), torch.rand(B), []
+    for names in (["a.weight", "b.weight"],), (["a.weight"], ["b.weight"]):
+        model = odd()
+        engine = fastdp.PerSampleGradients(model)
+        model(rows).square().sum(1).mean().backward()
+        sums = {}
+        for some in names:
+            parameters = [model.get_parameter(name) for name in some]
+            with torch.no_grad():
+                sums.update(engine._backward.gradients.clipped_sum(factors, parameters, last=True))
+        found.append([sums[id(model.get_parameter(name))] for name in ("a.weight", "b.weight")])
+        engine.detach()
+    for joint, apart in zip(*found, strict=True):
+        assert torch.equal(joint, apart) and joint.any()
+
+
+def test_layers_of_a_step_that_was_flat_do_not_wait(taken):
+    """The next backward is like it, but for what may be taken early."""
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D))
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=B)
+    for style in ("flat", "layerwise", "flat", "layerwise"):
+        optimizer.set_clipping(style=style)
+        taken.clear()
+        for seed in range(2):
+            of_rows(model, seed)
+            optimizer.step()
+        assert len(taken) == (2 * 3 if style == "layerwise" else 0)
 
 
 @pytest.mark.parametrize("how", ["flat", "groups", "callable", "memory", "diagnostics", "persons"])
