@@ -25,9 +25,8 @@ check: .venv/ready
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# two processes of one thread each (more threads than cores wait for each other), a file in one of them; audits first:
-# late in a process they take 50 times as long
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# two processes of one thread each (more threads than cores wait for each other), a file in one of them
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: check docs
 	$(PYTEST) -m "not slow"
