@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -137,6 +138,7 @@ def test_engines_of_models_that_are_gone_do_not_pile_up(monkeypatch):
     """A backward asks all engines, and they and their models hang in circles: each step of a long search would cost
     more than the one before."""
     monkeypatch.setattr(state, "_MOST", [state.MANY])
+    monkeypatch.setattr(state, "ENGINES", weakref.WeakSet())  # other tests' models may be alive
     gc.disable()
     try:
         for _ in range(3 * state.MANY):
