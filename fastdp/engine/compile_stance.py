@@ -64,6 +64,12 @@ class _Plainly:
 PLAINLY = _Plainly()
 
 
+def any_compiled() -> bool:
+    """Whether something was compiled by torch.compile in this process, called yet or not."""
+    dynamo = sys.modules.get(_DYNAMO)
+    return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))  # (of torch's own: None)
+
+
 def _is_call(name: str) -> bool:
     """Whether code of this file only stands between a model's forward and who called it."""
     return name.startswith(FASTDP) or name.endswith(_AROUND)

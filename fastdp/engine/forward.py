@@ -20,7 +20,7 @@ from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
 from ..utils.garbage_collection import COLLECTOR
-from . import loss_tracking
+from . import later_copies, loss_tracking
 from .attach_checks import refuse_hooks
 from .backward import Arrival, Backward
 from .buffer_checks import Stateful, refuse_filled, states_of, warn_of_states
@@ -130,6 +130,7 @@ class Forward(Engine):
 
     def _without_gradients(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Evaluation | Stateful | None:
         """A forward without gradients: while a loss is computed, of a target for it, perhaps."""
+        later_copies.end()
         evaluation, followed = None, None if path else loss_tracking.present()
         if followed is not None and followed.batch > 1 and followed.what.engine() is self:
             with contextlib.suppress(FastDPError):  # of inputs that hold no samples

@@ -8,9 +8,10 @@ what backward is called on: that must be a total over the samples (`batch_axis.t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..batch_axis.tensor_notes import is_of_model, note_parameter, was_filled
 from ..batch_axis.totals import by_size
 from ..errors import FastDPError, SampleMixingError
 from ..utils.pytree import map_tensors, tensors_in
+from . import later_copies
 from .activation_hooks import guard_graph, hooked
 from .backward import Arrival
 from .buffer_checks import refuse_filled
@@ -179,6 +181,7 @@ class LossTracking(TorchFunctionMode):
         self.waiting = [what for what in self.waiting if what.waits() and what.passed < 2]
         if self.over or not self.waiting:
             self.finish()
+            later_copies.begin()
         else:
             self._turn_to(self.waiting.pop())
 
@@ -214,15 +217,16 @@ class LossTracking(TorchFunctionMode):
 
     def _followed(self, call: Call) -> Any:
         given = call.tensors
+        if self.moment.owner is LOADERS and (kept := later_copies.kept_output(given)) is not None:
+            return later_copies.carried(call, kept)
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = call.run()
             self.sizes.note_number(call)
             self.numbers.made(call)
-            if of_model:
-                for tensor in call.results():
-                    note_parameter(tensor)
-            note_made(call, _is_parameter, of_loss=True)
+            for tensor in call.results() if of_model else ():
+                note_parameter(tensor)
+            note_made(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
             return out
         moment = self.moment
         of = generation_of_output(given, moment)
@@ -258,7 +262,7 @@ class LossTracking(TorchFunctionMode):
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
-        note_made(call, _is_parameter, of_loss=True)
+        note_made(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
         stamp(call)
         if NOTED:
             self._note_read(NOTED.pop())
@@ -328,10 +332,6 @@ def pause() -> None:
     _end()
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
 def present() -> LossTracking | None:
     """What is followed in this thread and not over."""
     found: LossTracking | None = getattr(_HERE, "following", None)
@@ -367,11 +367,24 @@ def take_up(found: LossTracking | None) -> None:
     insert(found)
 
 
-def sweep() -> None:
-    """Take away what a backward has ended."""
+def sweep() -> bool:
+    """Take away what a backward has ended, and what followed copies after it (returns whether it was there)."""
+    copies = later_copies.end()
     if present() is None:
         _HERE.following = None
     remove_over()
+    return copies
+
+
+@contextlib.contextmanager
+def swept() -> Iterator[None]:
+    """Within it, work that is not the user's."""
+    copies = sweep()
+    try:
+        yield
+    finally:
+        if later_copies.end() or copies:
+            later_copies.begin()
 
 
 def stop() -> None:
@@ -383,5 +396,4 @@ def stop() -> None:
 def _end() -> None:
     if (found := present()) is not None:
         found.finish()
-    _HERE.following = None
-    remove_over()
+    sweep()

@@ -236,21 +236,22 @@ class PerSampleGradients:
     def profile(self, value: bool) -> None:
         self._backward.profile = value
 
-    def _last(self) -> Gradients:
-        loss_tracking.sweep()
-        if self._backward.gradients is None:
-            raise StepError("no backward yet: call loss.backward() on the model's output first")
-        self._backward.gradients.check_unwritten()
-        settle(self._backward.gradients.doubts)
-        return self._backward.gradients
+    @contextlib.contextmanager
+    def _last(self) -> Iterator[Gradients]:
+        with loss_tracking.swept(), torch.no_grad(), exactly():
+            if self._backward.gradients is None:
+                raise StepError("no backward yet: call loss.backward() on the model's output first")
+            self._backward.gradients.check_unwritten()
+            settle(self._backward.gradients.doubts)
+            yield self._backward.gradients
 
     def norms(self) -> Tensor:
         """The norms of the per-sample gradients of the last backward, over all tracked parameters: [B], float32.
 
         Raises StepError before the first backward.
         """
-        with torch.no_grad(), exactly():
-            return self._last().norm_sq(self.parameters()).sqrt().float()
+        with self._last() as gradients:
+            return gradients.norm_sq(self.parameters()).sqrt().float()
 
     def clipped_sum(self, factors: Tensor) -> dict[str, Tensor]:
         """Compute sum_b factors_b gradient_b, by parameter name.
@@ -264,11 +265,10 @@ class PerSampleGradients:
             ValueError: if factors have another shape.
             StepError: before the first backward.
         """
-        gradients = self._last()
-        if factors.shape != (gradients.batch,):
-            raise ValueError(f"factors must have shape ({gradients.batch},), not {tuple(factors.shape)}")
         named = self.named_parameters()
-        with torch.no_grad(), exactly():
+        with self._last() as gradients:
+            if factors.shape != (gradients.batch,):
+                raise ValueError(f"factors must have shape ({gradients.batch},), not {tuple(factors.shape)}")
             sums = gradients.clipped_sum(factors, list(named.values()))
         return {name: sums.get(id(p), torch.zeros_like(p, dtype=sum_type(p))) for name, p in named.items()}
 
@@ -277,8 +277,7 @@ class PerSampleGradients:
 
         They need B times the memory of the parameters, so this is for small models.
         """
-        gradients = self._last()
-        with torch.no_grad(), exactly():
+        with self._last() as gradients:
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:
@@ -291,4 +290,5 @@ class PerSampleGradients:
                 device, times are measured from the next backward on.
         """
         self.profile = self.profile or profile
-        return Plan(self._last()).table(self.named_parameters(), profile)
+        with self._last() as gradients:
+            return Plan(gradients).table(self.named_parameters(), profile)

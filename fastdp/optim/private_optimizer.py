@@ -56,12 +56,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 loss.
             ParameterError: if parameters of the model were replaced since the optimizer was made.
         """
-        loss_tracking.sweep()
-        privacy = self._attached()
-        if makes_state(self, privacy.busy):
-            return unhooked(base_of(self).step)(self)
-        with privacy.world.deciding():  # of several processes, none makes a step that another refuses
-            return self._step(privacy, closure)
+        with loss_tracking.swept():
+            privacy = self._attached()
+            if makes_state(self, privacy.busy):
+                return unhooked(base_of(self).step)(self)
+            with privacy.world.deciding():  # of several processes, none makes a step that another refuses
+                return self._step(privacy, closure)
 
     def _step(self, privacy: PrivateStep, closure: Callable[[], Any] | None) -> Any:
         self._refuse_scaler(privacy)
@@ -70,6 +70,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            loss_tracking.sweep()
             if early and len(privacy.pending()) > len(early) and privacy.pending()[0] == early[0]:
                 raise StepError(loop_checks.BEFORE_CLOSURE)
         source = self._public or privacy
@@ -104,11 +105,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used. `set_to_none` has no effect: gradients become None."""
-        loss_tracking.sweep()
-        privacy = self._privacy_or_none()
-        if privacy is not None and not (privacy.busy and checkpoint.torch_is_at(checkpoint.MAKER)):
-            privacy.zero_grad()
-        super().zero_grad(set_to_none=True)  # zeros would look like a gradient of autograd
+        with loss_tracking.swept():
+            privacy = self._privacy_or_none()
+            if privacy is not None and not (privacy.busy and checkpoint.torch_is_at(checkpoint.MAKER)):
+                privacy.zero_grad()
+            super().zero_grad(set_to_none=True)  # zeros would look like a gradient of autograd
 
     def _attached(self) -> PrivateStep:
         privacy = self._privacy_or_none()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fastdp
+from fastdp.engine import later_copies
 from fastdp.errors import SampleMixingError
 
-from ..programs_by_hand import D, Program, run, squares
+from ..programs_by_hand import C, D, Program, run, squares
 
 
 def keeping(use, keep):
@@ -111,15 +113,110 @@ def test_a_state_kept_by_the_loss() -> None:
         run(lambda m, h: h, loss, sizes=(6, 6))
 
 
-def test_what_the_training_loop_keeps_of_outputs() -> None:
-    """Taken after backward, out of sight: the memory tells."""
-    model = Program(lambda m, h: h + m.kept.mean(0) if hasattr(m, "kept") else h)
-    fastdp.PerSampleGradients(model)
-    out = model(torch.randn(6, D))
-    out.square().sum(1).mean().backward()
-    model.kept = out.detach()
+# what a training loop keeps of outputs after backward, in place of (or in) what it kept before
+COPIES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "their memory": lambda out, kept: out.detach(),
+    "a copy": lambda out, kept: out.detach().clone(),
+    "other numbers": lambda out, kept: out.data.double().softmax(1).float(),
+    "a queue": lambda out, kept: torch.cat([kept, out.detach()])[-len(kept) :],
+    "rows, one by one": lambda out, kept: torch.stack(list(out.detach())),
+    "written over": lambda out, kept: kept.copy_(out.detach()[0]),
+    "written to a part": lambda out, kept: kept.__setitem__(slice(0, 2), out.detach()[:2]),
+    "written to a view": lambda out, kept: (kept.view(-1)[:C].add_(out.detach()[0]), None)[1],
+    "given as new memory": lambda out, kept: setattr(kept, "data", out.detach().clone()),
+    "an average": lambda out, kept: 0.9 * kept + 0.1 * out.detach().mean(0),
+    "an average in place": lambda out, kept: kept.lerp_(out.detach().mean(0), 0.1),
+    "averages of many": lambda out, kept: torch._foreach_lerp_([kept], [out.detach().mean(0)], 0.1),
+    "into given memory": lambda out, kept: torch.mul(out.detach()[0], torch.ones_like(kept), out=kept),
+    "one number": lambda out, kept: kept * out.detach().abs().max(),
+}
+NO_COPIES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "their shape": lambda out, kept: torch.zeros_like(out[0]) + out.new_ones(C) * out.size(1),
+    "random numbers": lambda out, kept: torch.rand_like(out[0]),
+    "figures to print": lambda out, kept: print(out.detach().argmax(1).float().mean()),
+    "nothing": lambda out, kept: kept.mul_(0.9),
+}
+
+
+def step_by_step(keep: Callable[..., Any], when: str, sizes: tuple[int, ...], **options) -> None:
+    """Train on batches of these sizes; the loss takes what was kept of the batch before."""
+    kept, model = torch.rand(9, C), Program(lambda m, h: h)
+    options = dict(lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1) | options
+    optimizer = fastdp.DPSGD(model, **options)
+    for size in sizes:
+        out = model(torch.randn(size, D))
+        away = (out - kept.mean(0)).square().sum(1)
+        away.mean().backward()
+        for moment in ("before step", "before zero_grad", "at last"):
+            if moment == when:
+                new = keep(out, kept)
+                kept = new if isinstance(new, torch.Tensor) else kept
+            if moment == "before step":
+                optimizer.step()
+            elif moment == "before zero_grad":
+                optimizer.zero_grad()
+    optimizer.detach()
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch) -> None:
+    """As in a process of its own: other tests have compiled functions."""
+    monkeypatch.setattr(later_copies, "any_compiled", lambda: False)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("sizes", [(6, 6), (6, 5)])
+@pytest.mark.parametrize("when", ["before step", "before zero_grad", "at last"])
+@pytest.mark.parametrize("name", COPIES)
+def test_what_the_training_loop_keeps_of_outputs(name: str, when: str, sizes: tuple[int, ...]) -> None:
     with pytest.raises(SampleMixingError, match="earlier batch"):
-        model(torch.randn(6, D)).square().sum(1).mean().backward()
+        step_by_step(COPIES[name], when, sizes)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("name", NO_COPIES)
+def test_what_holds_nothing_of_outputs_may_be_kept(name: str) -> None:
+    step_by_step(NO_COPIES[name], "at last", (6, 6, 5, 6))
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_copies_of_outputs_in_replayed_steps() -> None:
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        step_by_step(lambda out, kept: COPIES["a copy"](out, kept), "at last", (6,) * 6, graphed=True)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_copies_of_outputs_made_when_the_loader_has_handed_out_the_next_batch() -> None:
+    model, kept = Program(lambda m, h: h), None
+    loader = fastdp.poisson_loader([(torch.randn(D), torch.ones(())) for _ in range(40)], sample_rate=0.3, steps=4)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=12)
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        for x, _ in loader:
+            centre = 0 if kept is None else kept.detach().clone().mean(0)
+            kept = model(x)
+            (kept - centre).square().sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.detach()
+
+
+def test_the_mode_for_later_copies_ends_where_they_cannot_matter(nothing_compiled) -> None:
+    def modes() -> list[str]:
+        return [type(mode).__name__ for mode in torch.overrides._get_current_function_mode_stack()]
+
+    model = Program(lambda m, h: h)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
+    for end in (lambda: model(torch.zeros(6, D)).square().sum(1).mean().backward(), None, optimizer.detach):
+        model(torch.zeros(6, D)).square().sum(1).mean().backward()
+        optimizer.step()
+        assert modes() == ["LaterCopies"]
+        if end is None:
+            with torch.no_grad():
+                model(torch.zeros(6, D))
+            assert not modes()
+        else:
+            end()
+    assert not modes()
 
 
 def test_parts_of_one_tensor_may_be_the_batches_and_come_again() -> None:
