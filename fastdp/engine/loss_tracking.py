@@ -181,7 +181,7 @@ class LossTracking(TorchFunctionMode):
         self.waiting = [what for what in self.waiting if what.waits() and what.passed < 2]
         if self.over or not self.waiting:
             self.finish()
-            later_copies.begin()
+            later_copies.begin([*later_copies.end(), self.what.token and self.what.token()])
         else:
             self._turn_to(self.waiting.pop())
 
@@ -367,8 +367,8 @@ def take_up(found: LossTracking | None) -> None:
     insert(found)
 
 
-def sweep() -> bool:
-    """Take away what a backward has ended, and what followed copies after it (returns whether it was there)."""
+def sweep() -> list[Any]:
+    """Take away what a backward has ended, and what follows copies after it. Returns the tokens of their batches."""
     copies = later_copies.end()
     if present() is None:
         _HERE.following = None
@@ -383,8 +383,7 @@ def swept() -> Iterator[None]:
     try:
         yield
     finally:
-        if later_copies.end() or copies:
-            later_copies.begin()
+        later_copies.begin([*copies, *later_copies.end()])
 
 
 def stop() -> None:

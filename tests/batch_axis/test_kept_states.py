@@ -200,23 +200,27 @@ def test_copies_of_outputs_made_when_the_loader_has_handed_out_the_next_batch() 
     optimizer.detach()
 
 
-def test_the_mode_for_later_copies_ends_where_they_cannot_matter(nothing_compiled) -> None:
+def test_the_mode_for_later_copies_ends_where_there_can_be_none(nothing_compiled) -> None:
     def modes() -> list[str]:
         return [type(mode).__name__ for mode in torch.overrides._get_current_function_mode_stack()]
 
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.zeros(6, D))
+
     model = Program(lambda m, h: h)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
-    for end in (lambda: model(torch.zeros(6, D)).square().sum(1).mean().backward(), None, optimizer.detach):
-        model(torch.zeros(6, D)).square().sum(1).mean().backward()
+    kept: list[torch.Tensor] = []
+    for end in (kept.clear, evaluate, optimizer.detach):
+        loss = model(torch.zeros(6, D)).square().sum(1).mean()
+        loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
+        kept[:] = [loss.detach() * 2]
+        del loss
         assert modes() == ["LaterCopies"]
-        if end is None:
-            with torch.no_grad():
-                model(torch.zeros(6, D))
-            assert not modes()
-        else:
-            end()
-    assert not modes()
+        end()
+        assert not modes()
 
 
 def test_parts_of_one_tensor_may_be_the_batches_and_come_again() -> None:
