@@ -236,21 +236,24 @@ class PerSampleGradients:
     def profile(self, value: bool) -> None:
         self._backward.profile = value
 
+    def _last(self) -> Gradients:
+        if self._backward.gradients is None:
+            raise StepError("no backward yet: call loss.backward() on the model's output first")
+        self._backward.gradients.check_unwritten()
+        settle(self._backward.gradients.doubts)
+        return self._backward.gradients
+
     @contextlib.contextmanager
-    def _last(self) -> Iterator[Gradients]:
+    def _reading(self) -> Iterator[Gradients]:
         with loss_tracking.swept(), torch.no_grad(), exactly():
-            if self._backward.gradients is None:
-                raise StepError("no backward yet: call loss.backward() on the model's output first")
-            self._backward.gradients.check_unwritten()
-            settle(self._backward.gradients.doubts)
-            yield self._backward.gradients
+            yield self._last()
 
     def norms(self) -> Tensor:
         """The norms of the per-sample gradients of the last backward, over all tracked parameters: [B], float32.
 
         Raises StepError before the first backward.
         """
-        with self._last() as gradients:
+        with self._reading() as gradients:
             return gradients.norm_sq(self.parameters()).sqrt().float()
 
     def clipped_sum(self, factors: Tensor) -> dict[str, Tensor]:
@@ -266,7 +269,7 @@ class PerSampleGradients:
             StepError: before the first backward.
         """
         named = self.named_parameters()
-        with self._last() as gradients:
+        with self._reading() as gradients:
             if factors.shape != (gradients.batch,):
                 raise ValueError(f"factors must have shape ({gradients.batch},), not {tuple(factors.shape)}")
             sums = gradients.clipped_sum(factors, list(named.values()))
@@ -277,7 +280,7 @@ class PerSampleGradients:
 
         They need B times the memory of the parameters, so this is for small models.
         """
-        with self._last() as gradients:
+        with self._reading() as gradients:
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:
@@ -290,5 +293,5 @@ class PerSampleGradients:
                 device, times are measured from the next backward on.
         """
         self.profile = self.profile or profile
-        with self._last() as gradients:
+        with self._reading() as gradients:
             return Plan(gradients).table(self.named_parameters(), profile)
