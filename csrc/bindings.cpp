@@ -134,6 +134,10 @@ PYBIND11_MODULE(_C, module) {
     module.def("embedding_clipped_sum", &embedding_clipped_sum, "clipped sum of table gradients; see fastdp.h");
     bind<fastdp_norm_affine>(module, "norm_affine", "gradients of layer norm's affine parameters; see fastdp.h");
     bind<fastdp_group_affine>(module, "group_affine", "gradients of group norm's affine parameters; see fastdp.h");
+    bind<fastdp_lstm_step>(module, "lstm_step", "a step of an LSTM beside its product; see fastdp.h");
+    bind<fastdp_lstm_step_back>(module, "lstm_step_back");
+    bind<fastdp_gru_step>(module, "gru_step", "a step of a GRU beside its product; see fastdp.h");
+    bind<fastdp_gru_step_back>(module, "gru_step_back");
     bind<fastdp_square_parts>(module, "square_parts");
     bind<fastdp_square_sum>(module, "square_sum");
     bind<fastdp_weighted_sum>(module, "weighted_sum");

@@ -219,6 +219,36 @@ void fastdp_norm_affine(const void *x, const void *g, int type, const void *mean
 void fastdp_group_affine(const void *x, const void *g, int type, const void *mean, const void *rstd, int64_t batch,
                          int64_t channels, int64_t s, int64_t groups, void *weight, void *bias, int threads);
 
+/* ---------------------------------------------------------------- recurrent layers (csrc/cpu/recurrent.cpp)
+ *
+ * A step beside its product with the state's matrix, in the formulas of torch.nn. Of samples that are not active [batch]
+ * (NULL: all are) the state stays. What is not named is [batch, size].
+ *
+ * LSTM: x, product, gates [batch, 4, size]: the input's and the state's part of the arguments of i, f, g, o, with
+ * biases, and their values; bent is tanh(cell_after).
+ */
+void fastdp_lstm_step(const float *x, const float *product, const float *cell, const float *state,
+                      const uint8_t *active, int64_t batch, int64_t size, float *gates, float *cell_after, float *bent,
+                      float *after, int threads);
+
+/* of_state: gradient of the state after; of_cell: of the cell after, then of the one before; grads [batch, 4, size]: of
+ * the gates' arguments; passed: of the state before, but for the product: what came out there (before; NULL: 0), and
+ * what stays.
+ */
+void fastdp_lstm_step_back(const float *gates, const float *cell, const float *bent, const float *of_state,
+                           const float *before, const uint8_t *active, int64_t batch, int64_t size, float *of_cell,
+                           float *grads, float *passed, int threads);
+
+/* GRU: x, product, gates [batch, 3, size]: the same of r, z, n; inner: the state's part of n.
+ */
+void fastdp_gru_step(const float *x, const float *product, const float *state, const uint8_t *active, int64_t batch,
+                     int64_t size, float *gates, float *inner, float *after, int threads);
+
+/* grads, products [batch, 3, size]: gradients of x and of product. */
+void fastdp_gru_step_back(const float *gates, const float *inner, const float *state, const float *of_state,
+                          const float *before, const uint8_t *active, int64_t batch, int64_t size, float *grads,
+                          float *products, float *passed, int threads);
+
 /* ---------------------------------------------------------------- rows (csrc/cpu/rows.cpp)
  *
  * rows: batch rows of n floats, `stride` floats from one to the next.

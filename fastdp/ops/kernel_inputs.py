@@ -140,6 +140,26 @@ def _rows(n: Numbers, name: str) -> Iterator[Trial]:
             yield Trial((*_dropped(rows), n.factors().to(rows.dtype)), {})
 
 
+def _recurrent(n: Numbers, name: str) -> Iterator[Trial]:
+    size, blocks = 6, 4 if name.startswith("lstm") else 3
+    cells = 2 if blocks == 4 else 1
+    for steps, weight, on in (
+        (5, n.make(blocks * size, size), None),
+        (2, n.make(size, blocks * size).mT, n.ids(2, 2, B)),
+    ):
+        active = None if on is None else on.bool()
+        gates, state = n.make(steps, B, blocks * size), [n.make(B, size) for _ in range(cells)]
+        if not name.endswith("backward"):
+            bias = n.make(blocks * size) if active is None else None
+            yield Trial((gates, *state, weight, bias, active), {})
+            continue
+        kept = [
+            n.make(steps + (cells == 2), B, size),
+            n.make(steps + (cells == 1), B, size),
+        ]  # cells, tanh; inner, states
+        yield Trial((gates, *kept, weight, n.strided(steps, B, size), *state, active), {})
+
+
 def _clip(n: Numbers, name: str) -> Iterator[Trial]:
     if n.dtype in (torch.float32, torch.float64):
         norms = torch.tensor([0.0, 0.3, 4.0, math.inf, math.nan], dtype=n.dtype, device=n.device)
@@ -171,7 +191,7 @@ def _steps(n: Numbers, name: str) -> Iterator[Trial]:
 _FAMILIES: dict[str, Callable[[Numbers, str], Iterator[Trial]]] = {
     "linear_": _linear, "conv_": _conv, "embedding_": _embedding, "tied_": _tied, "routed_": _routed, "norm_": _norms,
     "rms_": _norms, "group_": _norms, "square_": _rows, "weighted_": _rows, "clip_": _clip, "noise_": _noise,
-    "add_noise_": _noise, "noisy_": _steps,
+    "add_noise_": _noise, "noisy_": _steps, "lstm_": _recurrent, "gru_": _recurrent,
 }  # fmt: skip
 
 

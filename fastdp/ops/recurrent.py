@@ -2,15 +2,20 @@
 
 Torch's own backward gives gradients of the weights, summed over samples and steps. Here backward gives those of the
 gates by step, g [T,B,G]: with the states before each step they make the use of the state's matrix a single product.
-What does not wait for the step after is computed for all steps at once.
+In PyTorch, what does not wait for the step after is computed for all steps at once; on the CPU, C++ computes a step of
+an LSTM or GRU but for its product.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .registry import cpp, define, native
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # blocks of H rows in a state's matrix
 
@@ -32,9 +37,11 @@ def forward(kind: str, x: Tensor, state: tuple[Tensor, ...], weight: Tensor, bia
     weight [G,H], bias [G]: the state's; active: bool [T,B]: samples that are not keep their state. No graph is kept.
     """
     if kind == "lstm":
-        return _lstm(x, state[0], state[1], weight, bias, active)
+        states, gates, *extra = _lstm_op(x, *state, weight, bias, active)
+        return Steps(states, gates, tuple(extra))
     if kind == "gru":
-        return _gru(x, state[0], weight, bias, active)
+        states, gates, inner = _gru_op(x, *state, weight, bias, active)
+        return Steps(states, gates, (inner,))
     return _rnn(kind, x, state[0], weight, bias, active)
 
 
@@ -45,9 +52,11 @@ def backward(kind: str, steps: Steps, weight: Tensor, out: Tensor, last: tuple[T
     out: gradient of the states after each step, [T,B,H]; last: of the last state (h, for lstm and c), [B,H] each.
     """
     if kind == "lstm":
-        return _lstm_back(steps, weight, out, last[0], last[1], active)
+        grads, of_h, of_c = _lstm_back_op(steps.gates, *steps.extra, weight, out, *last, active)
+        return grads, grads, (of_h, of_c)
     if kind == "gru":
-        return _gru_back(steps, weight, out, last[0], active)
+        grads, products, of_h = _gru_back_op(steps.gates, *steps.extra, steps.states, weight, out, *last, active)
+        return grads, products, (of_h,)
     return _rnn_back(kind, steps, weight, out, last[0], active)
 
 
@@ -65,6 +74,11 @@ def _keep(active: Tensor | None, *pairs: Tensor) -> None:
             torch.where(active.unsqueeze(1), after, before, out=after)
 
 
+def _of_active(active: Tensor | None, *made: Tensor) -> tuple[Tensor, ...]:
+    """The same, 0 where samples have ended."""
+    return made if active is None else tuple(each.masked_fill_(~active.unsqueeze(2), 0.0) for each in made)
+
+
 def _each(active: Tensor | None, steps: int) -> list[Tensor | None]:
     return [None] * steps if active is None else list(active)
 
@@ -72,7 +86,8 @@ def _each(active: Tensor | None, steps: int) -> list[Tensor | None]:
 # --------------------------------------------------------------------------- lstm
 
 
-def _lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> Steps:
+def _lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
+          active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
     t, size = len(x), h.size(1)
     states, cells = _begun(h, t), _begun(c, t)
     gates, bent = x.new_empty(x.shape), h.new_empty(t, *h.shape)
@@ -90,15 +105,14 @@ def _lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, 
         torch.tanh(new_cell, out=tanh)
         torch.mul(o[k], tanh, out=new)
         _keep(on, cell, new_cell, state, new)
-    return Steps(states, gates, (cells, bent))
+    return states, *_of_active(active, gates), cells, *_of_active(active, bent)
 
 
-def _lstm_back(steps: Steps, weight: Tensor, out: Tensor, h: Tensor, c: Tensor,
-               active: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    cells, tanh = steps.extra
+def _lstm_back(gates: Tensor, cells: Tensor, tanh: Tensor, weight: Tensor, out: Tensor, h: Tensor, c: Tensor,
+               active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
     t, b, size = tanh.shape
-    i, f, g, o = steps.gates.unflatten(2, (4, size)).unbind(2)
-    slope = steps.gates.new_empty(t, b, 4, size)  # of the cell (i, f, g) or the state (o) by the gate's argument
+    i, f, g, o = gates.unflatten(2, (4, size)).unbind(2)
+    slope = gates.new_empty(t, b, 4, size)  # of the cell (i, f, g) or the state (o) by the gate's argument
     torch.mul(g * i, 1 - i, out=slope[:, :, 0])
     torch.mul(cells[:-1] * f, 1 - f, out=slope[:, :, 1])
     torch.mul(i, 1 - g * g, out=slope[:, :, 2])
@@ -117,7 +131,7 @@ def _lstm_back(steps: Steps, weight: Tensor, out: Tensor, h: Tensor, c: Tensor,
         torch.mul(slope[k, :, 3], of_h, out=grads[k, :, 3])
         of_c = of_c * f[k]
         of_h = _before(out, k, flat[k], weight, of_h, stays)
-    return flat, flat, (of_h, of_c)
+    return flat, of_h, of_c
 
 
 def _before(out: Tensor, k: int, of_product: Tensor, weight: Tensor, of_h: Tensor, stays: Tensor | None) -> Tensor:
@@ -129,7 +143,7 @@ def _before(out: Tensor, k: int, of_product: Tensor, weight: Tensor, of_h: Tenso
 # --------------------------------------------------------------------------- gru
 
 
-def _gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> Steps:
+def _gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> tuple[Tensor, ...]:
     t, size = len(x), h.size(1)
     states, turned = _begun(h, t), weight.t()
     gates, of_n = x.new_empty(x.shape), h.new_empty(t, *h.shape)
@@ -142,16 +156,15 @@ def _gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, active: Tens
         torch.addcmul(row[:, 2 * size :], r, inner, out=n[k]).tanh_()
         torch.addcmul(n[k], z, state - n[k], out=new)
         _keep(on, state, new)
-    return Steps(states, gates, (of_n,))
+    return states, *_of_active(active, gates, of_n)
 
 
-def _gru_back(steps: Steps, weight: Tensor, out: Tensor, h: Tensor,
-              active: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    (of_n,) = steps.extra
+def _gru_back(gates: Tensor, of_n: Tensor, states: Tensor, weight: Tensor, out: Tensor, h: Tensor,
+              active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
     t, b, size = of_n.shape
-    r, z, n = steps.gates.unflatten(2, (3, size)).unbind(2)
+    r, z, n = gates.unflatten(2, (3, size)).unbind(2)
     slope_n = (1 - z) * (1 - n * n)
-    slope = torch.stack((slope_n * of_n * r * (1 - r), (steps.states[:-1] - n) * z * (1 - z), slope_n), 2)
+    slope = torch.stack((slope_n * of_n * r * (1 - r), (states[:-1] - n) * z * (1 - z), slope_n), 2)
     inner = slope.clone()  # of the state's product, whose part of n comes by way of r
     inner[:, :, 2] *= r
     if active is not None:
@@ -165,7 +178,7 @@ def _gru_back(steps: Steps, weight: Tensor, out: Tensor, h: Tensor,
         torch.mul(slope[k], of_h.unsqueeze(1), out=grads[k])
         torch.mul(inner[k], of_h.unsqueeze(1), out=products[k])
         of_h = _before(out, k, products[k].flatten(1), weight, of_h, z)
-    return grads.flatten(2), products.flatten(2), (of_h,)
+    return grads.flatten(2), products.flatten(2), of_h
 
 
 # --------------------------------------------------------------------------- rnn
@@ -196,3 +209,128 @@ def _rnn_back(kind: str, steps: Steps, weight: Tensor, out: Tensor, h: Tensor,
         torch.mul(slope[k], of_h, out=grads[k])
         of_h = _before(out, k, grads[k], weight, of_h, stays)
     return grads, grads, (of_h,)
+
+
+# --------------------------------------------------------------------------- C++
+
+
+def _serves(*given: Tensor | None) -> bool:
+    """Whether the compiled steps take them."""
+    return all(tensor is None or (tensor.dtype == torch.float32 and tensor.numel()) for tensor in given)
+
+
+def _places(array: Tensor | None) -> Iterable[int]:
+    """The address of each step's part of a contiguous array [T, ...]; of None 0, for good."""
+    if array is None:
+        return itertools.repeat(0)
+    return range(array.data_ptr(), array.data_ptr() + array.nbytes, array[0].nbytes)
+
+
+def _native_lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
+                 active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    if not _serves(x, h, c, weight, bias):
+        return _lstm(x, h, c, weight, bias, active)
+    states, cells, turned, x = _begun(h, len(x)), _begun(c, len(x)), weight.t().contiguous(), x.contiguous()
+    gates, bent, product = x.new_empty(x.shape), h.new_empty(len(x), *h.shape), x.new_empty(x.shape[1:])
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    active = None if active is None else active.contiguous()
+    module: Any = native()
+    threads, at_product = torch.get_num_threads(), product.data_ptr()
+    places = zip(*map(_places, (x, cells, states, active, gates, cells[1:], bent, states[1:])), strict=False)
+    for state, (row, cell, before, on, *after) in zip(states, places, strict=False):
+        torch.addmm(bias, state, turned, out=product)
+        module.lstm_step(row, at_product, cell, before, on, *h.shape, *after, threads)
+    return states, gates, cells, bent
+
+
+def _native_lstm_back(gates: Tensor, cells: Tensor, bent: Tensor, weight: Tensor, out: Tensor, h: Tensor, c: Tensor,
+                      active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    if not _serves(gates, weight, out, h, c):
+        return _lstm_back(gates, cells, bent, weight, out, h, c, active)
+    out, active = out.contiguous(), None if active is None else active.contiguous()
+    of_c, of_h = c.clone(memory_format=torch.contiguous_format), (out[-1] + h).contiguous()
+    grads, passed = gates.new_empty(gates.shape), h.new_empty(h.shape)
+    module: Any = native()
+    threads, at_c = torch.get_num_threads(), of_c.data_ptr()
+    places = zip(*map(_places, (gates, cells, bent, active, grads)), itertools.chain((0,), _places(out)), strict=False)
+    for grad, (gate, cell, tanh, on, at_grad, before) in reversed(list(zip(grads, places, strict=False))):
+        module.lstm_step_back(gate, cell, tanh, of_h.data_ptr(), before, on, *h.shape, at_c, at_grad,
+                              passed.data_ptr(), threads)  # fmt: skip
+        of_h, passed = passed.addmm_(grad, weight), of_h
+    return grads, of_h, of_c
+
+
+def _native_gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None,
+                active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    if not _serves(x, h, weight, bias):
+        return _gru(x, h, weight, bias, active)
+    states, turned, x = _begun(h, len(x)), weight.t().contiguous(), x.contiguous()
+    gates, inner, product = x.new_empty(x.shape), h.new_empty(len(x), *h.shape), x.new_empty(x.shape[1:])
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    active = None if active is None else active.contiguous()
+    module: Any = native()
+    threads, at_product = torch.get_num_threads(), product.data_ptr()
+    places = zip(*map(_places, (x, states, active, gates, inner, states[1:])), strict=False)
+    for state, (row, before, on, *after) in zip(states, places, strict=False):
+        torch.addmm(bias, state, turned, out=product)
+        module.gru_step(row, at_product, before, on, *h.shape, *after, threads)
+    return states, gates, inner
+
+
+def _native_gru_back(gates: Tensor, inner: Tensor, states: Tensor, weight: Tensor, out: Tensor, h: Tensor,
+                     active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    if not _serves(gates, weight, out, h):
+        return _gru_back(gates, inner, states, weight, out, h, active)
+    out, active = out.contiguous(), None if active is None else active.contiguous()
+    grads, products = gates.new_empty(gates.shape), gates.new_empty(gates.shape)
+    of_h, passed = (out[-1] + h).contiguous(), h.new_empty(h.shape)
+    module: Any = native()
+    threads, befores = torch.get_num_threads(), itertools.chain((0,), _places(out))
+    places = zip(*map(_places, (gates, inner, states, active, grads, products)), befores, strict=False)
+    for product, (gate, of_n, state, on, grad, at_product, before) in reversed(list(zip(products, places))):  # noqa: B905
+        module.gru_step_back(gate, of_n, state, of_h.data_ptr(), before, on, *h.shape, grad, at_product,
+                             passed.data_ptr(), threads)  # fmt: skip
+        of_h, passed = passed.addmm_(product, weight), of_h
+    return grads, products, of_h
+
+
+# --------------------------------------------------------------------------- operators
+
+
+def _after(first: Tensor, steps: int, begun: bool = True) -> Tensor:
+    return first.new_empty(steps + begun, *first.shape)
+
+
+_lstm_op = define(
+    "lstm_steps(Tensor x, Tensor h, Tensor c, Tensor weight, Tensor? bias, Tensor? active)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _lstm,
+    lambda x, h, c, weight, bias, active: (
+        _after(h, len(x)), x.new_empty(x.shape), _after(c, len(x)), _after(h, len(x), False)
+    ),
+    CPU=cpp(_native_lstm),
+)  # fmt: skip
+_lstm_back_op = define(
+    "lstm_steps_backward(Tensor gates, Tensor cells, Tensor bent, Tensor weight, Tensor out, Tensor h, Tensor c,"
+    " Tensor? active) -> (Tensor, Tensor, Tensor)",
+    _lstm_back,
+    lambda gates, cells, bent, weight, out, h, c, active: (
+        gates.new_empty(gates.shape), h.new_empty(h.shape), c.new_empty(c.shape)
+    ),
+    CPU=cpp(_native_lstm_back),
+)  # fmt: skip
+_gru_op = define(
+    "gru_steps(Tensor x, Tensor h, Tensor weight, Tensor? bias, Tensor? active) -> (Tensor, Tensor, Tensor)",
+    _gru,
+    lambda x, h, weight, bias, active: (_after(h, len(x)), x.new_empty(x.shape), _after(h, len(x), False)),
+    CPU=cpp(_native_gru),
+)
+_gru_back_op = define(
+    "gru_steps_backward(Tensor gates, Tensor inner, Tensor states, Tensor weight, Tensor out, Tensor h,"
+    " Tensor? active) -> (Tensor, Tensor, Tensor)",
+    _gru_back,
+    lambda gates, inner, states, weight, out, h, active: (
+        gates.new_empty(gates.shape), gates.new_empty(gates.shape), h.new_empty(h.shape)
+    ),
+    CPU=cpp(_native_gru_back),
+)  # fmt: skip
