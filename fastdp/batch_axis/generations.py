@@ -92,12 +92,19 @@ def now() -> Generation:
     return current
 
 
+def is_over(moment: Generation | None) -> bool:
+    """Whether a backward has gone through a moment's forward, and is over."""
+    if not isinstance(moment, Generation):
+        return False
+    parent = moment.parent
+    return not moment.alive if parent is None else parent.reached and not parent.alive
+
+
 def is_past(moment: Generation | None) -> bool:
     """Whether a moment is of an earlier batch of the engine that tags now."""
     if not isinstance(moment, Generation) or moment is current or moment.owner not in (current.owner, LOADERS):
         return False  # (the present one may be over, where norms have a part of its forward computed again)
-    parent = moment.parent
-    return not moment.alive if parent is None else parent.reached and not parent.alive
+    return is_over(moment)
 
 
 def is_forgotten(moment: Generation | None, layout: Any) -> bool:

@@ -214,7 +214,7 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
     moment = generations.current
     notes[LAYOUT], notes[MOMENT] = layout, moment
     view = tensor._is_view()
-    if view:
+    if view and not tensor.is_inference():
         notes[TAGGED_AT] = tensor._version
     if INPUT in notes or PRESUMED in notes:
         notes[TOKEN] = None

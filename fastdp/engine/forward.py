@@ -286,6 +286,8 @@ class Forward(Engine):
             here.active.stack.pop()
         if started is not None:
             started.leave(out)
+        if not here.entered and not torch.is_grad_enabled() and loss_tracking.present() is None:
+            later_copies.begin()
         return None
 
     def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:

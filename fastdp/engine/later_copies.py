@@ -2,12 +2,13 @@
 
 A copy of outputs (`bank = h.detach().clone()`), or an average of losses, carries samples of that batch into later
 steps. So between a backward and the next forward a function mode stays on while anything of the batch is there. It
-looks only at calls that take such an output, and writes on what they make whose samples that carries. The next forward
-or loss that meets it refuses it.
+looks only at calls that take such a tensor, and carries layouts on, of that batch. A later forward or loss refuses what
+it meets of it.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -16,108 +17,146 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from ..batch_axis.batch_slices import NOTED
 from ..batch_axis.calls import Call
-from ..batch_axis.generations import Generation, now, set_generation
+from ..batch_axis.generations import is_over, now, set_generation
 from ..batch_axis.layout import Layout, generation_of, layout_on, tag
 from ..batch_axis.operator_table import SHAPED
-from ..batch_axis.tensor_notes import INPUT, PRESUMED, TOKEN, written
+from ..batch_axis.propagate import propagate
+from ..batch_axis.tensor_notes import INPUT, MOMENT, PRESUMED, TOKEN, release, storage_of
+from ..errors import FastDPError
 from ..utils.pytree import tensors_in
-from .call_cache import inquires
+from .call_cache import Memo, inquires
 from .compile_stance import any_compiled
-from .mode_stack import insert, moving, remove, remove_over
+from .mode_stack import insert, moving, remove_over
 
-_HERE = threading.local()
-_OF_SHAPES = SHAPED | {"new_tensor", "randint_like"}  # what they make holds nothing of the tensor
+_MOST = 8  # batches of which something is kept
+_MEMO = Memo()
+_OVERWRITING = frozenset(("zero_", "fill_", "copy_"))
+_OF_SHAPES = SHAPED | {"new_tensor", "randint_like"}  # what they make holds nothing of the first tensor
 _DIFFERENTIATING = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
 
-class LaterCopies(TorchFunctionMode):
-    """On between a backward and the next forward. tokens: of the batches (`batch_axis.generations.Token`)."""
+class _Here(threading.local):
+    """Of this thread. tokens: of batches whose backward is over (`batch_axis.generations.Token`)."""
 
-    def __init__(self, tokens: list[Any]) -> None:
+    def __init__(self) -> None:
+        self.mode: LaterCopies | None = None
+        self.tokens: list[weakref.ref[Any]] = []
+
+
+_HERE = _Here()
+
+
+class LaterCopies(TorchFunctionMode):
+    """On between a backward and the next forward."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.over, self.thread = False, threading.get_ident()
-        me = weakref.ref(self)
-        self.tokens = [weakref.ref(token, lambda _: _one_is_gone(me)) for token in tokens]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kept = None if self.over else kept_output(tensors_in((args, kwargs) if kwargs else args))
+        if is_compiling() or self.over:
+            return func(*args, **kwargs)
+        kept = kept_output(tensors_in((args, kwargs) if kwargs else args))
         if kept is None or func in _DIFFERENTIATING or inquires(func):
             return func(*args, **kwargs)
         return carried(Call(func, args, kwargs, layout_on(kept).batch), kept)  # type: ignore[union-attr]
 
 
 def kept_output(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One of these tensors that is an output, or was made of one, of a batch whose backward is over."""
-    for tensor in tensors:
-        moment = generation_of(tensor)
-        if isinstance(moment, Generation) and not moment.alive and moment.parent is None:
-            notes = tensor.__dict__
-            if INPUT not in notes and PRESUMED not in notes:
-                return tensor
+    """One of these tensors that was made of a batch whose backward is over, and is no input or label itself."""
+    for tensor in tensors:  # (asked for in every call)
+        notes = tensor.__dict__
+        if MOMENT in notes and INPUT not in notes and PRESUMED not in notes and is_over(generation_of(tensor)):
+            return tensor
     return None
 
 
 def carried(call: Call, kept: Tensor) -> Any:
-    """Make a call that takes such an output: what it makes is of that batch, too."""
-    out = call.run()
-    if call.name in _OF_SHAPES or torch._C._functorch.peek_interpreter_stack() is not None:
-        return out
-    layout, before = Layout(call.batch, mixed=f"{call.name}() of an earlier batch"), now()
-    moment: Any = generation_of(kept)
-    moment.token = kept.__dict__.get(TOKEN)
+    """Make a call that takes such a tensor: what it makes is of that batch, too."""
+    moment, before = generation_of(kept), now()
+    if moment is None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return call.run()
+    whole = call.name in _OVERWRITING and not call.args[0]._is_view()
+    if (whole or call.name in _OF_SHAPES) and kept_output(tensors_in((call.args[1:], call.kwargs))) is None:
+        if whole:
+            release(call.args[0])
+            tag(call.args[0], None)
+        return call.run()
+    for target in call.args[:1] if call.name == "data" else call.written():
+        for note in (INPUT, PRESUMED):  # a label of that batch, perhaps: from now on it is none
+            target.__dict__.pop(note, None)
     set_generation(moment)
     try:
-        for target in call.args[:1] if call.name == "data" and out is None else call.written():
-            root: Tensor = target._base if target._is_view() else target  # type: ignore[assignment]
-            had = layout_on(root)
-            for tensor in {id(root): root, id(target): target}.values():
-                for note in (INPUT, PRESUMED):  # a label of this batch, perhaps: of the next it is none
-                    tensor.__dict__.pop(note, None)
+        signature = _MEMO.signature(call.func, *call.given, call.batch, {})
+        known = _MEMO.layouts(signature)
+        call.run()
+        moment.token = kept.__dict__.get(TOKEN)
+        if known is not None:
+            for tensor, layout in zip(call.results(), known, strict=True):
                 tag(tensor, layout)
-            if had is None or not had.mixed:
-                written(root, layout, had)
-        for tensor in call.results():
-            tag(tensor, layout)
+            return call.out
+        constants: Sequence[Tensor] = () if call.written() else [t for t in call.tensors if kept_output((t,)) is None]
+        others = [storage_of(tensor) for tensor in constants]
+        apart = [result for result in call.results() if not any(storage_of(result) is other for other in others)]
+        # some are constants that only took a shape or type; or numbers stand in a shape's place
+        if len(apart) < len(call.results()) or call.name in _OF_SHAPES:
+            for tensor in apart:
+                tag(tensor, Layout(call.batch, mixed=f"{call.name}() of an earlier batch"))
+            return call.out
+        try:
+            propagate(call)
+        except (FastDPError, RuntimeError) as problem:  # (tensors of inference mode count no versions)
+            for tensor in (*call.results(), *call.written()):
+                tag(tensor, Layout(call.batch, mixed=str(problem)))
+        NOTED.clear()
+        if signature is not None:
+            _MEMO.learn(signature, call)
     finally:
-        set_generation(before)
         moment.token = None
-    return out
+        set_generation(before)
+    return call.out
 
 
-def begin(tokens: list[Any]) -> None:
-    """A backward is over. (Not where something is compiled: compiled functions would not run as such.)
-
-    tokens: of batches of which something may be left (None: nothing is).
-    """
-    tokens = [token for token in tokens if token is not None]
-    if tokens and not any_compiled():
-        end()
-        _HERE.mode = LaterCopies(tokens)
+def begin(*tokens: Any) -> None:
+    """A backward through the batches of these tokens is over (None: nothing of them is left), or work that was not the
+    user's. Where something is compiled, nothing is followed: it would run as plain Python."""
+    _HERE.tokens += [weakref.ref(token, _one_is_gone) for token in tokens if token is not None]
+    _HERE.tokens = [known for known in _HERE.tokens if known() is not None][-_MOST:]
+    end()
+    if _HERE.tokens and not any_compiled():
+        _HERE.mode = LaterCopies()
         insert(_HERE.mode)
 
 
-def end() -> list[Any]:
-    """A forward begins, or work that is not the user's. Returns the tokens of batches that were followed."""
-    mode = getattr(_HERE, "mode", None)
-    if mode is None:
-        return []
-    _HERE.mode, mode.over = None, True
-    remove(mode)
-    return [token() for token in mode.tokens]
-
-
-def _one_is_gone(known: Any) -> None:
-    mode = known()
-    if mode is not None and not any(token() is not None for token in mode.tokens):
+def end() -> None:
+    """A forward begins, or work that is not the user's."""
+    mode, _HERE.mode = _HERE.mode, None
+    if mode is not None:
         mode.over = True
-        if mode.thread == threading.get_ident() and not moving():
-            _HERE.mode = None
+    remove_over()
+
+
+def _one_is_gone(_: Any) -> None:
+    """Of tokens: the mode ends with the last one. (Of another thread, or within a call that it sees, it is taken off
+    by the next forward or step.)"""
+    mode = _HERE.mode
+    if mode is not None and not any(token() is not None for token in _HERE.tokens):
+        mode.over = True
+        if not moving():
             remove_over()
 
 
+def _forget() -> None:
+    _HERE.tokens = []  # whose ends nobody can be told of later
+    end()
+
+
+atexit.register(_forget)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=end)  # workers of loaders

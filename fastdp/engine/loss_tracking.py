@@ -176,12 +176,13 @@ class LossTracking(TorchFunctionMode):
 
     def turn(self) -> None:
         """This batch is done: follow the one before it, if it waits and only this backward has passed it by."""
+        ended = [what.token and what.token() for what in (*self.waiting, self.what) if not what.waits()]
         for what in self.waiting:
             what.passed += 1
         self.waiting = [what for what in self.waiting if what.waits() and what.passed < 2]
         if self.over or not self.waiting:
             self.finish()
-            later_copies.begin([*later_copies.end(), self.what.token and self.what.token()])
+            later_copies.begin(*ended)
         else:
             self._turn_to(self.waiting.pop())
 
@@ -367,23 +368,21 @@ def take_up(found: LossTracking | None) -> None:
     insert(found)
 
 
-def sweep() -> list[Any]:
-    """Take away what a backward has ended, and what follows copies after it. Returns the tokens of their batches."""
-    copies = later_copies.end()
+def sweep() -> None:
+    """Take away what a backward has ended, and what follows copies after it."""
+    later_copies.end()
     if present() is None:
         _HERE.following = None
-    remove_over()
-    return copies
 
 
 @contextlib.contextmanager
 def swept() -> Iterator[None]:
-    """Within it, work that is not the user's."""
-    copies = sweep()
+    sweep()
     try:
-        yield
+        yield  # work that is not the user's
     finally:
-        later_copies.begin([*copies, *later_copies.end()])
+        if present() is None:
+            later_copies.begin()
 
 
 def stop() -> None:

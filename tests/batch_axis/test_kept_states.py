@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +130,9 @@ COPIES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "an average in place": lambda out, kept: kept.lerp_(out.detach().mean(0), 0.1),
     "averages of many": lambda out, kept: torch._foreach_lerp_([kept], [out.detach().mean(0)], 0.1),
     "into given memory": lambda out, kept: torch.mul(out.detach()[0], torch.ones_like(kept), out=kept),
+    "numbers in a shape": lambda out, kept: (
+        torch.full_like(kept, out.detach().sum()) + kept.new_tensor(out[:1].tolist())
+    ),
     "one number": lambda out, kept: kept * out.detach().abs().max(),
 }
 NO_COPIES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -138,16 +143,20 @@ NO_COPIES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-def step_by_step(keep: Callable[..., Any], when: str, sizes: tuple[int, ...], **options) -> None:
-    """Train on batches of these sizes; the loss takes what was kept of the batch before."""
-    kept, model = torch.rand(9, C), Program(lambda m, h: h)
+def step_by_step(keep: Callable[..., Any], when: str, sizes: tuple[int, ...], rows: int = 9, **options) -> None:
+    """Train on batches of these sizes; the loss takes what was kept of the batch before, as a table of rows, or as
+    labels, if these are as many."""
+    kept, model = torch.rand(rows, C), Program(lambda m, h: h)
     options = dict(lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1) | options
     optimizer = fastdp.DPSGD(model, **options)
     for size in sizes:
         out = model(torch.randn(size, D))
-        away = (out - kept.mean(0)).square().sum(1)
+        away = (out - (kept if rows == size else kept.mean(0))).square().sum(1)
         away.mean().backward()
-        for moment in ("before step", "before zero_grad", "at last"):
+        for moment in ("before step", "before zero_grad", "after an evaluation"):
+            if moment == "after an evaluation":
+                with torch.no_grad():
+                    model(torch.randn(3, D))
             if moment == when:
                 new = keep(out, kept)
                 kept = new if isinstance(new, torch.Tensor) else kept
@@ -162,11 +171,12 @@ def step_by_step(keep: Callable[..., Any], when: str, sizes: tuple[int, ...], **
 def nothing_compiled(monkeypatch) -> None:
     """As in a process of its own: other tests have compiled functions."""
     monkeypatch.setattr(later_copies, "any_compiled", lambda: False)
+    monkeypatch.setattr(later_copies._HERE, "tokens", [])
 
 
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("sizes", [(6, 6), (6, 5)])
-@pytest.mark.parametrize("when", ["before step", "before zero_grad", "at last"])
+@pytest.mark.parametrize("when", ["before step", "before zero_grad", "after an evaluation"])
 @pytest.mark.parametrize("name", COPIES)
 def test_what_the_training_loop_keeps_of_outputs(name: str, when: str, sizes: tuple[int, ...]) -> None:
     with pytest.raises(SampleMixingError, match="earlier batch"):
@@ -174,15 +184,86 @@ def test_what_the_training_loop_keeps_of_outputs(name: str, when: str, sizes: tu
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("name", ["a copy", "written over", "written to a view", "given as new memory", "an average"])
+def test_what_was_a_label_holds_outputs_now(name: str) -> None:
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        step_by_step(COPIES[name], "before zero_grad", (6, 6), rows=6)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("name", NO_COPIES)
 def test_what_holds_nothing_of_outputs_may_be_kept(name: str) -> None:
-    step_by_step(NO_COPIES[name], "at last", (6, 6, 5, 6))
+    step_by_step(NO_COPIES[name], "after an evaluation", (6, 6, 5, 6))
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_what_other_models_and_constants_make_of_outputs() -> None:
+    """Each sample's own row, for another private model; constants that took the type or shape of an output; memory
+    that was written over."""
+    options = dict(lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
+    first, second = Program(lambda m, h: h), nn.Linear(C, C)
+    optimizers = [fastdp.DPSGD(model, **options) for model in (first, second)]
+    weights, room = torch.linspace(1, 2, C), torch.zeros(6, C)
+    for _ in range(3):
+        out = first(torch.randn(6, D))
+        (out * weights - room).square().sum(1).mean().backward()
+        optimizers[0].step()
+        given = out.detach().clone()
+        second(given).square().sum(1).mean().backward()
+        optimizers[1].step()
+        weights = torch.broadcast_tensors(weights.to(out.detach()), out.detach()[:, :C])[0][0]
+        room.copy_(out.detach())
+        room.zero_()
+    for optimizer in optimizers:
+        optimizer.detach()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_copies_after_a_closure_and_of_what_another_network_makes_of_inputs() -> None:
+    model, teacher = Program(lambda m, h: h), nn.Linear(D, C)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
+    outs: list[torch.Tensor] = []
+    queue = torch.rand(9, C)
+
+    def closure() -> torch.Tensor:
+        x = torch.randn(6, D)
+        outs.append(model(x))
+        with torch.no_grad():
+            outs.append(teacher(x))
+        loss = (outs[-2] @ queue.mT).logsumexp(1).mean()
+        loss.backward()
+        return loss
+
+    for place in (-2, -1):  # the outputs, and the keys of a momentum encoder
+        queue = torch.rand(9, C)
+        optimizer.step(closure)
+        queue[:6] = outs[place].detach()
+        with pytest.raises(SampleMixingError, match="earlier batch"):
+            closure()
+    optimizer.detach()
+
+
+def test_compiling_while_copies_are_followed_and_the_end_of_the_process() -> None:
+    script = """
+import torch, fastdp
+model = torch.nn.Linear(3, 2)
+optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
+loss = model(torch.randn(6, 3)).square().sum(1).mean()
+loss.backward()
+optimizer.step()
+assert torch.overrides._len_torch_function_stack() == 1
+with torch.inference_mode():
+    loss.softmax(0).view(-1)[0].mul_(2)
+print(torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.zeros(2)).tolist())
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[1.0, 1.0]\n", "")
 
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_copies_of_outputs_in_replayed_steps() -> None:
     with pytest.raises(SampleMixingError, match="earlier batch"):
-        step_by_step(lambda out, kept: COPIES["a copy"](out, kept), "at last", (6,) * 6, graphed=True)
+        step_by_step(lambda out, kept: COPIES["a copy"](out, kept), "after an evaluation", (6,) * 6, graphed=True)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -204,14 +285,10 @@ def test_the_mode_for_later_copies_ends_where_there_can_be_none(nothing_compiled
     def modes() -> list[str]:
         return [type(mode).__name__ for mode in torch.overrides._get_current_function_mode_stack()]
 
-    def evaluate() -> None:
-        with torch.no_grad():
-            model(torch.zeros(6, D))
-
     model = Program(lambda m, h: h)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
     kept: list[torch.Tensor] = []
-    for end in (kept.clear, evaluate, optimizer.detach):
+    for end in (kept.clear, optimizer.detach):
         loss = model(torch.zeros(6, D)).square().sum(1).mean()
         loss.backward()
         optimizer.step()
