@@ -56,7 +56,7 @@ class LaterCopies(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.over, self.thread = False, threading.get_ident()
+        self.over = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,6 +96,8 @@ def carried(call: Call, kept: Tensor) -> Any:
         signature = _MEMO.signature(call.func, *call.given, call.batch, {})
         known = _MEMO.layouts(signature)
         call.run()
+        if not call.results() and not call.written() and call.name != "data":
+            return call.out
         moment.token = kept.__dict__.get(TOKEN)
         if known is not None:
             for tensor, layout in zip(call.results(), known, strict=True):
@@ -114,6 +116,9 @@ def carried(call: Call, kept: Tensor) -> Any:
         except (FastDPError, RuntimeError) as problem:  # (tensors of inference mode count no versions)
             for tensor in (*call.results(), *call.written()):
                 tag(tensor, Layout(call.batch, mixed=str(problem)))
+        for target in call.written() if call.batch <= 1 else ():
+            if target._is_view():
+                tag(target._base, layout_on(target))  # type: ignore[arg-type]
         NOTED.clear()
         if signature is not None:
             _MEMO.learn(signature, call)

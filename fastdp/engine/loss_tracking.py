@@ -99,10 +99,15 @@ class LossTracking(TorchFunctionMode):
         return self._call(func, args, kwargs)
 
     def _of_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of one sample's loss, in which nothing mixes: only what parameters take part in is of interest."""
-        if inquires(func) or not any(self._is_made(tensor) for tensor in tensors_in((args, kwargs))):
-            return func(*args, **kwargs)
-        return captured(self.what.forward(), Call(func, args, kwargs, self.batch))  # type: ignore[arg-type]
+        """A call of one sample's loss: parameters, and samples of earlier batches, may take part in it."""
+        given = () if inquires(func) else tensors_in((args, kwargs))
+        if any(self._is_made(tensor) for tensor in given):
+            return captured(self.what.forward(), Call(func, args, kwargs, self.batch))  # type: ignore[arg-type]
+        stale = next((found for tensor in given if (found := tag_of(tensor, self.batch)) and found.mixed), None)
+        out = func(*args, **kwargs)
+        for tensor in () if stale is None else tensors_in(out):
+            tag(tensor, stale)
+        return out
 
     def _is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor is made of parameters alone."""
@@ -121,8 +126,9 @@ class LossTracking(TorchFunctionMode):
             engine.judge_writes()
             if self.what.filled is not None and was_filled(self.what.filled):
                 refuse_filled(engine.model)
-        if engine is not None and self.batch > 1:
-            weighted = self._weighted(roots, given)
+        if engine is not None:
+            one = [root for root in tensors_in(roots) if tag_of(root, self.batch) is not None]
+            weighted = one if self.batch <= 1 else self._weighted(roots, given)
             problem = problem_of(
                 weighted, self.batch, self.what.mixed, self.labels, engine.people is not None, engine.mean
             )
@@ -329,8 +335,9 @@ def pause() -> None:
     waiting: list[TrackedLoss] = getattr(_HERE, "waiting", [])
     if found is not None:
         waiting = [*found.waiting, found.what]
+        found.finish()
     _HERE.waiting = [what for what in waiting if what.moment.owner is not LOADERS and what.waits()][-_WAITING:]
-    _end()
+    sweep()
 
 
 def present() -> LossTracking | None:
@@ -388,10 +395,6 @@ def swept() -> Iterator[None]:
 def stop() -> None:
     """Follow no longer in this thread."""
     _HERE.waiting = []
-    _end()
-
-
-def _end() -> None:
     if (found := present()) is not None:
         found.finish()
     sweep()

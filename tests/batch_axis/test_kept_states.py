@@ -175,7 +175,7 @@ def nothing_compiled(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("sizes", [(6, 6), (6, 5)])
+@pytest.mark.parametrize("sizes", [(6, 6), (6, 5), (1, 1), (6, 1)])
 @pytest.mark.parametrize("when", ["before step", "before zero_grad", "after an evaluation"])
 @pytest.mark.parametrize("name", COPIES)
 def test_what_the_training_loop_keeps_of_outputs(name: str, when: str, sizes: tuple[int, ...]) -> None:
