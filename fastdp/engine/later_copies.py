@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..batch_axis.batch_slices import NOTED
 from ..batch_axis.calls import Call
-from ..batch_axis.generations import is_over, now, set_generation
+from ..batch_axis.generations import LOADERS, is_over, now, set_generation
 from ..batch_axis.layout import Layout, generation_of, layout_on, tag
 from ..batch_axis.operator_table import SHAPED
 from ..batch_axis.propagate import propagate
@@ -69,11 +69,14 @@ class LaterCopies(TorchFunctionMode):
 
 
 def kept_output(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One of these tensors that was made of a batch whose backward is over, and is no input or label itself."""
+    """One of these tensors that was made of a batch whose backward is over, or of what a loader handed out, and is no
+    input or label itself."""
     for tensor in tensors:  # (asked for in every call)
         notes = tensor.__dict__
-        if MOMENT in notes and INPUT not in notes and PRESUMED not in notes and is_over(generation_of(tensor)):
-            return tensor
+        if MOMENT in notes and INPUT not in notes and PRESUMED not in notes:
+            moment = generation_of(tensor)
+            if moment is not None and (moment.owner is LOADERS or is_over(moment)):
+                return tensor
     return None
 
 

@@ -22,7 +22,7 @@ from ..batch_axis import tensor_notes
 from ..batch_axis.batch_positions import note_made
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
-from ..batch_axis.generations import LOADERS, Generation, set_generation
+from ..batch_axis.generations import LOADERS, Generation, is_over, set_generation
 from ..batch_axis.inputs import tag_inputs
 from ..batch_axis.layout import Layout, generation_of, generation_of_output, lies_in_output, tag, tag_of
 from ..batch_axis.operator_table import REACHING_GRAPH, TELLING_SIZES
@@ -105,7 +105,7 @@ class LossTracking(TorchFunctionMode):
             return captured(self.what.forward(), Call(func, args, kwargs, self.batch))  # type: ignore[arg-type]
         stale = next((found for tensor in given if (found := tag_of(tensor, self.batch)) and found.mixed), None)
         out = func(*args, **kwargs)
-        for tensor in () if stale is None else tensors_in(out):
+        for tensor in tensors_in(out) if stale else ():
             tag(tensor, stale)
         return out
 
@@ -223,8 +223,9 @@ class LossTracking(TorchFunctionMode):
         return out
 
     def _followed(self, call: Call) -> Any:
-        given = call.tensors
-        if self.moment.owner is LOADERS and (kept := later_copies.kept_output(given)) is not None:
+        given, moment = call.tensors, self.moment
+        kept = later_copies.kept_output(given) if moment.owner is LOADERS else None
+        if kept is not None and is_over(generation_of(kept)):
             return later_copies.carried(call, kept)
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
@@ -235,7 +236,6 @@ class LossTracking(TorchFunctionMode):
                 note_parameter(tensor)
             note_made(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
             return out
-        moment = self.moment
         of = generation_of_output(given, moment)
         if of is None and (moment.owner is LOADERS or lies_in_output(given)):
             of = moment

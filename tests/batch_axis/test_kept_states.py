@@ -267,15 +267,19 @@ def test_copies_of_outputs_in_replayed_steps() -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-def test_copies_of_outputs_made_when_the_loader_has_handed_out_the_next_batch() -> None:
-    model, kept = Program(lambda m, h: h), None
+@pytest.mark.parametrize("keys", [False, True])  # what another network made of the loader's batch, before the model
+def test_copies_made_when_the_loader_has_handed_out_the_next_batch(keys: bool) -> None:
+    model, teacher, kept = Program(lambda m, h: h), nn.Linear(D, C), None
     loader = fastdp.poisson_loader([(torch.randn(D), torch.ones(())) for _ in range(40)], sample_rate=0.3, steps=4)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=12)
-    with pytest.raises(SampleMixingError, match="earlier batch"):
+    with pytest.raises(SampleMixingError, match="earlier batch|combines the samples"):
         for x, _ in loader:
             centre = 0 if kept is None else kept.detach().clone().mean(0)
-            kept = model(x)
-            (kept - centre).square().sum(1).mean().backward()
+            with torch.no_grad():
+                key = teacher(x)
+            out = model(x)
+            kept = key if keys else out
+            (out - centre).square().sum(1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     optimizer.detach()
