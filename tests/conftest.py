@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
 from fastdp.batch_axis import current_batch
+from fastdp.engine import later_copies
 
 from .compiled_models import fresh  # noqa: F401  (a fixture)
 from .data.skipping import silent  # noqa: F401  (a fixture)
@@ -69,8 +70,10 @@ def pytest_unconfigure(config: Any) -> None:
 @pytest.fixture(autouse=True)
 def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test draws the same in every run, and something else than the others: its name is the seed, of keys as well. No
-    loop over a loader is left from the test before: an error's traceback keeps it until garbage is collected."""
+    loop over a loader, and no output, is left from the test before: an error's traceback keeps them until garbage is
+    collected."""
     current_batch.ACTIVE.clear()
+    later_copies.forget()
     seed = zlib.crc32(request.node.nodeid.encode())
     draw = random.Random(seed)
     random.seed(seed)

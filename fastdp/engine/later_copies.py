@@ -160,11 +160,12 @@ def _one_is_gone(_: Any) -> None:
             remove_over()
 
 
-def _forget() -> None:
-    _HERE.tokens = []  # whose ends nobody can be told of later
+def forget() -> None:
+    """Follow nothing of the batches so far. (At the end of the process nobody could be told that they are gone.)"""
+    _HERE.tokens = []
     end()
 
 
-atexit.register(_forget)
+atexit.register(forget)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=end)  # workers of loaders

@@ -171,7 +171,6 @@ def step_by_step(keep: Callable[..., Any], when: str, sizes: tuple[int, ...], ro
 def nothing_compiled(monkeypatch) -> None:
     """As in a process of its own: other tests have compiled functions."""
     monkeypatch.setattr(later_copies, "any_compiled", lambda: False)
-    monkeypatch.setattr(later_copies._HERE, "tokens", [])
 
 
 @pytest.mark.usefixtures("nothing_compiled")
