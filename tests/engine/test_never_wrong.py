@@ -265,6 +265,7 @@ def test_ctrl_c_in_the_forward():
     model[1].fail = False
     model(torch.randn(B, 4)).square().sum(1).mean().backward()
     assert engine.norms().shape == (B,)
+    engine.detach()
     assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -277,4 +277,5 @@ def test_training_goes_on_after_an_interrupt(run_number: int) -> None:
     backward(plain, ids)
     torch.testing.assert_close(optimizer.norms, engine.norms())
     optimizer.step()
+    engine.detach()
     assert not torch.overrides._get_current_function_mode_stack()
