@@ -105,6 +105,12 @@ INLINE void pass_on(const float *before, int64_t at, int64_t size, float *passed
     else std::fill_n(passed + at, size, 0.0f);
 }
 
+// Of a sample that has ended: the state's gradient is that of the state before.
+INLINE void stay(const float *before, const float *of_state, int64_t at, int64_t size, float *passed) {
+    pass_on(before, at, size, passed);
+    for (int64_t j = at; j < at + size; ++j) passed[j] += of_state[j];
+}
+
 }  // namespace
 
 void fastdp_lstm_step(const float *x, const float *product, const float *cell, const float *state,
@@ -138,8 +144,7 @@ void fastdp_lstm_step_back(const float *gates, const float *cell, const float *b
         },
         [=](int64_t b) {
             const int64_t at = b * size;
-            pass_on(before, at, size, passed);
-            for (int64_t j = at; j < at + size; ++j) passed[j] += of_state[j];
+            stay(before, of_state, at, size, passed);
             std::fill_n(grads + 4 * at, 4 * size, 0.0f);
         });
 }
@@ -173,8 +178,7 @@ void fastdp_gru_step_back(const float *gates, const float *inner, const float *s
         },
         [=](int64_t b) {
             const int64_t at = b * size;
-            pass_on(before, at, size, passed);
-            for (int64_t j = at; j < at + size; ++j) passed[j] += of_state[j];
+            stay(before, of_state, at, size, passed);
             std::fill_n(grads + 3 * at, 3 * size, 0.0f);
             std::fill_n(products + 3 * at, 3 * size, 0.0f);
         });
