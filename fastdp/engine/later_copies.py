@@ -83,13 +83,7 @@ def kept_output(tensors: Sequence[Tensor]) -> Tensor | None:
 def carried(call: Call, kept: Tensor) -> Any:
     """Make a call that takes such a tensor: what it makes is of that batch, too."""
     moment, before = generation_of(kept), now()
-    if moment is None or torch._C._functorch.peek_interpreter_stack() is not None:
-        return call.run()
-    whole = call.name in _OVERWRITING and not call.args[0]._is_view()
-    if (whole or call.name in _OF_SHAPES) and kept_output(tensors_in((call.args[1:], call.kwargs))) is None:
-        if whole:
-            release(call.args[0])
-            tag(call.args[0], None)
+    if moment is None or torch._C._functorch.peek_interpreter_stack() is not None or _lets_go(call):
         return call.run()
     for target in call.args[:1] if call.name == "data" else call.written():
         for note in (INPUT, PRESUMED):  # a label of that batch, perhaps: from now on it is none
@@ -97,38 +91,52 @@ def carried(call: Call, kept: Tensor) -> Any:
     set_generation(moment)
     try:
         signature = _MEMO.signature(call.func, *call.given, call.batch, {})
-        known = _MEMO.layouts(signature)
         call.run()
-        if not call.results() and not call.written() and call.name != "data":
-            return call.out
-        moment.token = kept.__dict__.get(TOKEN)
-        if known is not None:
-            for tensor, layout in zip(call.results(), known, strict=True):
-                tag(tensor, layout)
-            return call.out
-        constants: Sequence[Tensor] = () if call.written() else [t for t in call.tensors if kept_output((t,)) is None]
-        others = [storage_of(tensor) for tensor in constants]
-        apart = [result for result in call.results() if not any(storage_of(result) is other for other in others)]
-        # some are constants that only took a shape or type; or numbers stand in a shape's place
-        if len(apart) < len(call.results()) or call.name in _OF_SHAPES:
-            for tensor in apart:
-                tag(tensor, Layout(call.batch, mixed=f"{call.name}() of an earlier batch"))
-            return call.out
-        try:
-            propagate(call)
-        except (FastDPError, RuntimeError) as problem:  # (tensors of inference mode count no versions)
-            for tensor in (*call.results(), *call.written()):
-                tag(tensor, Layout(call.batch, mixed=str(problem)))
-        for target in call.written() if call.batch <= 1 else ():
-            if target._is_view():
-                tag(target._base, layout_on(target))  # type: ignore[arg-type]
-        NOTED.clear()
-        if signature is not None:
-            _MEMO.learn(signature, call)
+        if call.results() or call.written() or call.name == "data":
+            moment.token = kept.__dict__.get(TOKEN)
+            _tag_results(call, signature)
     finally:
         moment.token = None
         set_generation(before)
     return call.out
+
+
+def _lets_go(call: Call) -> bool:
+    """Whether nothing of the batch is in what comes out: a shape was taken, or memory is written over as a whole."""
+    whole = call.name in _OVERWRITING and not call.args[0]._is_view()
+    if not (whole or call.name in _OF_SHAPES) or kept_output(tensors_in((call.args[1:], call.kwargs))) is not None:
+        return False
+    if whole:
+        release(call.args[0])
+        tag(call.args[0], None)
+    return True
+
+
+def _tag_results(call: Call, signature: Any) -> None:
+    """Write layouts on what a call made."""
+    if (known := _MEMO.layouts(signature)) is not None:
+        for tensor, layout in zip(call.results(), known, strict=True):
+            tag(tensor, layout)
+        return
+    constants: Sequence[Tensor] = () if call.written() else [t for t in call.tensors if kept_output((t,)) is None]
+    others = [storage_of(tensor) for tensor in constants]
+    apart = [result for result in call.results() if not any(storage_of(result) is other for other in others)]
+    # some are constants that only took a shape or type; or numbers stand in a shape's place
+    if len(apart) < len(call.results()) or call.name in _OF_SHAPES:
+        for tensor in apart:
+            tag(tensor, Layout(call.batch, mixed=f"{call.name}() of an earlier batch"))
+        return
+    try:
+        propagate(call)
+    except (FastDPError, RuntimeError) as problem:  # (tensors of inference mode count no versions)
+        for tensor in (*call.results(), *call.written()):
+            tag(tensor, Layout(call.batch, mixed=str(problem)))
+    for target in call.written() if call.batch <= 1 else ():
+        if target._is_view():
+            tag(target._base, layout_on(target))  # type: ignore[arg-type]
+    NOTED.clear()
+    if signature is not None:
+        _MEMO.learn(signature, call)
 
 
 def begin(*tokens: Any) -> None:
