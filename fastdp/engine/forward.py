@@ -29,7 +29,7 @@ from .checkpointing import watch_region
 from .compile_stance import PLAINLY, CompiledModules
 from .forward_record import joined_error
 from .forward_threads import Turn
-from .loader_tracking import handed_out_in, read_in
+from .loader_tracking import given_to_model, handed_out_in, read_in
 from .memory_budget import Block
 from .module_hooks import ModuleHook, numbered
 from .multiple_forwards import Given
@@ -208,6 +208,7 @@ class Forward(Engine):
     def _note_batch(self, active: Pass, path: str, tensors: list[Tensor], followed: Any) -> None:
         """What a new pass must know of its batch: its generation, the loader's batch, and numbers read of it before."""
         active.moment.before = handed_out_in(followed, self.batch)
+        given_to_model(tensors)
         self._moments.append(active.moment)
         active.moment.token = Token()
         active.read, unknown = read_in(followed, self.batch, tensors)

@@ -8,7 +8,6 @@ it meets of it.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import weakref
@@ -65,7 +64,7 @@ class LaterCopies(TorchFunctionMode):
         kept = kept_output(tensors_in((args, kwargs) if kwargs else args))
         if kept is None or func in _DIFFERENTIATING or inquires(func):
             return func(*args, **kwargs)
-        return carried(Call(func, args, kwargs, layout_on(kept).batch), kept)  # type: ignore[union-attr]
+        return carried(func, args, kwargs, kept)
 
 
 def kept_output(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -80,10 +79,13 @@ def kept_output(tensors: Sequence[Tensor]) -> Tensor | None:
     return None
 
 
-def carried(call: Call, kept: Tensor) -> Any:
+def carried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tensor) -> Any:
     """Make a call that takes such a tensor: what it makes is of that batch, too."""
-    moment, before = generation_of(kept), now()
-    if moment is None or torch._C._functorch.peek_interpreter_stack() is not None or _lets_go(call):
+    layout, moment, before = layout_on(kept), generation_of(kept), now()
+    if layout is None or moment is None:
+        return func(*args, **kwargs)
+    call = Call(func, args, kwargs, layout.batch)
+    if torch._C._functorch.peek_interpreter_stack() is not None or _lets_go(call):
         return call.run()
     for target in call.args[:1] if call.name == "data" else call.written():
         for note in (INPUT, PRESUMED):  # a label of that batch, perhaps: from now on it is none
@@ -169,11 +171,10 @@ def _one_is_gone(_: Any) -> None:
 
 
 def forget() -> None:
-    """Follow nothing of the batches so far. (At the end of the process nobody could be told that they are gone.)"""
+    """Follow nothing of the batches so far."""
     _HERE.tokens = []
     end()
 
 
-atexit.register(forget)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=end)  # workers of loaders
+    os.register_at_fork(after_in_child=forget)  # workers of loaders

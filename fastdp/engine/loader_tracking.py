@@ -11,21 +11,24 @@ from torch import Tensor
 from ..batch_axis import current_batch, tensor_notes
 from ..batch_axis.generations import LOADERS, Generation
 from ..batch_axis.inputs import mark_of, nested_tensors
-from ..batch_axis.layout import Layout, tag
+from ..batch_axis.layout import Layout, generation_of, tag
 from .backward import backwards
 from .loss_tracking import LossTracking, pause, start
 from .state import ENGINES
 
 _LAST: list[Generation] = []  # of batches that loaders handed out
 _TRAINED = [0]  # backwards of all engines, when the last one was
+_GIVEN = [0]  # the number of the moment of the batch that a model was given since; 0 if that is not known
 
 
 def handed_out(batch: Any, size: int) -> None:
     """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
     pause()
-    if _LAST and backwards() != _TRAINED[0]:
-        _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
-    _TRAINED[0] = backwards()
+    if _LAST and backwards() != _TRAINED[0]:  # (batches may be fetched ahead, or were left behind by an error)
+        for moment in [known for known in _LAST if known.number <= _GIVEN[0]] or _LAST[:1]:
+            moment.alive = False
+        _LAST[:] = [known for known in _LAST if known.alive]
+    _TRAINED[0], _GIVEN[0] = backwards(), 0
     for tensor in nested_tensors(batch):
         tensor.__dict__[tensor_notes.LOADED] = True
     engines = list(ENGINES)
@@ -43,6 +46,12 @@ def handed_out(batch: Any, size: int) -> None:
 
 
 current_batch.tell_of_batches(handed_out)
+
+
+def given_to_model(tensors: Sequence[Tensor]) -> None:
+    """A forward that may be trained on begins with these: their batch is the one that is over when the next comes."""
+    moments = (generation_of(tensor) for tensor in tensors)
+    _GIVEN[0] = next((moment.number for moment in moments if moment is not None and moment.owner is LOADERS), 0)
 
 
 def handed_out_in(found: LossTracking | None, batch: int) -> int:

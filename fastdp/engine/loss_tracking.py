@@ -226,7 +226,7 @@ class LossTracking(TorchFunctionMode):
         given, moment = call.tensors, self.moment
         kept = later_copies.kept_output(given) if moment.owner is LOADERS else None
         if kept is not None and is_over(generation_of(kept)):
-            return later_copies.carried(call, kept)
+            return later_copies.carried(call.func, *call.given, kept)
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = call.run()

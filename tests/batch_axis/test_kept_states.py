@@ -247,12 +247,12 @@ def test_compiling_while_copies_are_followed_and_the_end_of_the_process() -> Non
 import torch, fastdp
 model = torch.nn.Linear(3, 2)
 optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
-loss = model(torch.randn(6, 3)).square().sum(1).mean()
-loss.backward()
+out = model(torch.randn(6, 3))
+out.square().sum(1).mean().backward()
 optimizer.step()
 assert torch.overrides._len_torch_function_stack() == 1
 with torch.inference_mode():
-    loss.softmax(0).view(-1)[0].mul_(2)
+    out.softmax(1).view(-1, 1)[0].mul_(2)
 print(torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.zeros(2)).tolist())
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
@@ -267,20 +267,74 @@ def test_copies_of_outputs_in_replayed_steps() -> None:
 
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("keys", [False, True])  # what another network made of the loader's batch, before the model
-def test_copies_made_when_the_loader_has_handed_out_the_next_batch(keys: bool) -> None:
-    model, teacher, kept = Program(lambda m, h: h), nn.Linear(D, C), None
+@pytest.mark.parametrize("at_once", [False, True])  # else when the loader has handed out the next batch
+def test_copies_of_what_is_made_of_a_loaders_batch(keys: bool, at_once: bool) -> None:
+    model, teacher, centre = Program(lambda m, h: h), nn.Linear(D, C), lambda: torch.zeros(C)
     loader = fastdp.poisson_loader([(torch.randn(D), torch.ones(())) for _ in range(40)], sample_rate=0.3, steps=4)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=12)
-    with pytest.raises(SampleMixingError, match="earlier batch|combines the samples"):
+    next(iter(fastdp.poisson_loader([(torch.randn(D),) for _ in range(40)], sample_rate=0.3)))  # an interrupted epoch
+    with pytest.raises(SampleMixingError, match="earlier batch"):
         for x, _ in loader:
-            centre = 0 if kept is None else kept.detach().clone().mean(0)
+            given = centre()
             with torch.no_grad():
                 key = teacher(x)
             out = model(x)
-            kept = key if keys else out
-            (out - centre).square().sum(1).mean().backward()
+            (out - given).square().sum(1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            kept = key if keys else out.detach()
+            copy_now = kept.clone().mean(0) if at_once else None
+            centre = lambda made=copy_now, kept=kept: kept.clone().mean(0) if made is None else made
+    optimizer.detach()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.filterwarnings("ignore::fastdp.errors.PairedForwardsWarning")
+@pytest.mark.parametrize("which", [0, 1])
+def test_copies_of_one_of_two_forwards(which: int) -> None:
+    """Of one backward; nothing is left of the other one."""
+    model = Program(lambda m, h: h)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1)
+    centre = torch.zeros(C)
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        for _ in range(2):
+            outs = [model(torch.randn(6, D)) for _ in range(2)]
+            (outs[0] - outs[1] - centre).square().sum(1).mean().backward()
+            del outs[1 - which]
+            optimizer.step()
+            centre = outs[0].detach().mean(0)
+    optimizer.detach()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_an_update_is_made_out_of_sight() -> None:
+    """Of the mode that follows copies, also after a closure; after it, the mode is on again."""
+    during: list[list[str]] = []
+
+    def modes() -> list[str]:
+        return [type(mode).__name__ for mode in torch.overrides._get_current_function_mode_stack()]
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            during.append(modes())
+            return super().step()
+
+    model = Program(lambda m, h: h)
+    optimizer = fastdp.privatize(
+        Recording(model.parameters(), lr=0.1), model, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1
+    )
+    losses: list[torch.Tensor] = []
+
+    def closure() -> None:
+        losses.append(model(torch.randn(6, D)).square().sum(1).mean())
+        losses[-1].backward()
+
+    for given in (closure, None):
+        if given is None:
+            closure()
+        optimizer.step(given)
+        assert modes() == ["LaterCopies"]
+    assert during == [[], []]
     optimizer.detach()
 
 

@@ -273,6 +273,16 @@ def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
         assert not any(isinstance(mode, LossTracking) for mode in torch.overrides._get_current_function_mode_stack())
 
 
+def test_numbers_read_of_what_was_made_of_a_loaders_batch_are_warned_of() -> None:
+    optimizer = fastdp.DPSGD(model := nn.Linear(D, C), lr=0.1, noise_multiplier=1.0, expected_batch_size=12)
+    with pytest.warns(BatchReadWarning):
+        for (x,) in fastdp.poisson_loader([(torch.randn(D),) for _ in range(40)], sample_rate=0.3, steps=1):
+            twice = x * 2
+            model(twice / float(twice.abs().max())).square().sum(1).mean().backward()
+            optimizer.step()
+    optimizer.detach()
+
+
 def test_numbers_by_place_from_before_the_forward_are_seen_of_a_loaders_batches() -> None:
     model = nn.Linear(3, 2)
     data = torch.utils.data.TensorDataset(torch.randn(64, 3))
