@@ -159,8 +159,9 @@ class Layout(NamedTuple):
 
 
 def generation_of(tensor: Tensor) -> Generation | None:
-    """Whose batch a tensor's samples are of, if it has a layout."""
-    return tensor.__dict__.get(MOMENT) if LAYOUT in tensor.__dict__ else None
+    """Whose batch a tensor's samples are of, if it has a layout (one loaded from a file has none: `nothing`)."""
+    moment = tensor.__dict__.get(MOMENT)
+    return moment if isinstance(moment, Generation) and LAYOUT in tensor.__dict__ else None
 
 
 def is_stale(tensor: Tensor) -> bool:

@@ -238,6 +238,8 @@ def test_saved_tensors_load_as_weights_only_and_without_fastdp() -> None:
         model.train(), lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=4
     )
     for _ in range(2):  # an ordinary input and target again
-        F.mse_loss(model(loaded["x"]), loaded["out"]).backward()
+        kept = model(loaded["x"])
+        F.mse_loss(kept, loaded["out"]).backward()
         optimizer.step()
+        assert loaded["features"].add(1).shape == kept.shape  # (a kept output has what comes after followed)
     optimizer.detach()
