@@ -140,10 +140,10 @@ def check_streams(device: str) -> None:
 
 def check_without_events(device: str) -> None:
     """Where nothing says when an answer has come, it is waited for."""
-    awaited, flag = AwaitedChecks(), torch.ones((), dtype=torch.bool, device=device)
+    awaited, flag = AwaitedChecks(later=True), torch.ones((), dtype=torch.bool, device=device)
     with pytest.MonkeyPatch.context() as patch, Waits(torch.device(device).type) as waits:
         patch.delattr(torch.get_device_module(device), "current_stream")  # as torch.mps, which has events, though
-        awaited.settle([DeferredCheck(flag, "it mixes", "it was asked")], later=True)
+        awaited.settle([DeferredCheck(flag, "it mixes", "it was asked")])
     assert sum(waits.found.values()) == 1, waits.found
     with pytest.raises(SampleMixingError, match="it was asked"):
         awaited.look()

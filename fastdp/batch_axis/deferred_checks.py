@@ -1,6 +1,6 @@
 """Checks of device values that a later step reads, as reading them now would wait for the device.
 
-Until then the answer works where it lies: samples that were mixed get the clip factor 0 on the device (`withhold`), so
+Until then the answer works where it lies: a batch that is refused gets the clip factor 0 on the device (`withhold`), so
 that a step which is refused a step later was one of noise alone.
 """
 
@@ -13,17 +13,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SampleMixingError
+from ..errors import FastDPError, SampleMixingError
 from ..ops.common import event_on, streams_of
 from ..ops.registry import is_watched
 
 
 class DeferredCheck(NamedTuple):
-    """If the flag (a bool on a device) is true, samples were mixed, for this reason; message: what to say then."""
+    """If the flag (a bool on a device) is true, samples were mixed, for this reason (or another error is raised);
+    message: what to say then."""
 
     flag: Tensor
     why: str
     message: str
+    error: type[FastDPError] = SampleMixingError
+
+    def problem(self, more: str = "") -> FastDPError:
+        """What to raise."""
+        found = self.error(self.message + more)
+        if isinstance(found, SampleMixingError):
+            found.mixed = self.why
+        return found
 
 
 MOST = 4096  # questions that wait for an engine: of more those are dropped that have a harmless answer
@@ -80,10 +89,10 @@ def answers(doubts: list[DeferredCheck]) -> list[bool]:
 
 
 def settle(doubts: list[DeferredCheck]) -> None:
-    """Read the flags. Raises SampleMixingError if one is true."""
+    """Read the flags. Raises the error of one that is true."""
     for one, mixes in zip(doubts, answers(doubts), strict=True):
         if mixes:
-            raise SampleMixingError(one.message, one.why)
+            raise one.problem()
 
 
 def withhold(doubts: Sequence[DeferredCheck], factors: Sequence[Tensor], *sums: Mapping[int, Tensor]) -> None:
@@ -94,19 +103,20 @@ def withhold(doubts: Sequence[DeferredCheck], factors: Sequence[Tensor], *sums: 
 
 
 class AwaitedChecks:
-    """Flags of earlier steps, on their way from a device to the host."""
+    """Flags of earlier steps, on their way from a device to the host. later: whether those on a device may wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, later: bool) -> None:
+        self._later = later
         self._open: list[tuple[list[DeferredCheck], Tensor, Any]] = []
 
-    def settle(self, doubts: Sequence[DeferredCheck], later: bool) -> None:
-        """Read what has arrived of earlier steps, and the flags of this one: if `later`, those on a device then.
+    def settle(self, doubts: Sequence[DeferredCheck]) -> None:
+        """Read what has arrived of earlier steps, and the flags of this one, or ask for those that may wait.
 
-        Raises SampleMixingError if one is true.
+        Raises the error of one that is true.
         """
         self.look()
-        settle([one for one in doubts if not later or one.flag.device.type == "cpu"])
-        self._ask([one for one in doubts if later and one.flag.device.type != "cpu"])
+        settle([one for one in doubts if not self._later or one.flag.device.type == "cpu"])
+        self._ask([one for one in doubts if self._later and one.flag.device.type != "cpu"])
 
     def _ask(self, doubts: list[DeferredCheck]) -> None:
         """Copy these flags to the host, once the device has come to them."""
@@ -119,7 +129,7 @@ class AwaitedChecks:
             self._open.append((own, host, event_on(device)))
 
     def look(self, wait: bool = False) -> None:
-        """Read what has arrived. Raises SampleMixingError if a flag is true. wait: for all of them."""
+        """Read what has arrived. Raises the error of a flag that is true. wait: for all of them."""
         while self._open:
             doubts, host, event = self._open[0]
             if event is not None and not event.query():
@@ -129,11 +139,11 @@ class AwaitedChecks:
             del self._open[0]
             for one, mixes in zip(doubts, host.tolist(), strict=True):
                 if mixes:
-                    raise SampleMixingError(f"{one.message} {_LATE}", one.why)
+                    raise one.problem(_LATE)
 
 
 _LATEST = 8  # steps that the host runs ahead of a device, at most
 _LATE = (
-    "(The device told so behind the step. That step was made without this batch's gradients: of noise alone, which is "
+    " (The device told so behind the step. That step was made without this batch's gradients: of noise alone, which is "
     "accounted for.)"
 )

@@ -171,7 +171,7 @@ class _GroupedProduct(Captured):
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         if ctx.doubt is not None:
-            doubt(*ctx.doubt)
+            doubt(*ctx.doubt[:3])
         x, g = saved[0], grads[0]
         rows = torch.arange(x.size(0), device=x.device)
         ids = torch.searchsorted(ctx.values[1].long(), rows, right=True)

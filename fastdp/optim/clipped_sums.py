@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..batch_axis.deferred_checks import DeferredCheck
 from ..distributed.reduce import riding
 from ..distributed.scatter import Scatter, buckets_of
 from ..distributed.sharded import Group, Sharded
@@ -83,9 +84,10 @@ class Sums:
         """Over whom these are to be added up at the step; all ids come up once."""
         return [(None, sums)]
 
-    def settled(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The sums, once they were added up over all samples, as all processes that hold the same ones have them."""
-        return sums
+    def settled(self, sums: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[DeferredCheck]]:
+        """The sums, once they were added up over all samples, as all processes that hold the same ones have them; and
+        whether these had the same ones before."""
+        return sums, []
 
     def release(
         self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..accounting.ledger import Ledger
 from ..accounting.ledger_file import open_ledger, share_ledger
+from ..batch_axis.deferred_checks import DeferredCheck, withhold
 from ..distributed.fingerprints import mark, mark_of_model, mark_of_parameters, mark_of_shapes
 from ..distributed.frameworks import check_schedulers, equal_later
 from ..distributed.reduce import Reduction, riding
@@ -70,7 +71,7 @@ def weights_mark(privacy: object, model: nn.Module) -> str:
 
 def reduce_sums(
     world: World, held: Sums, sums: dict[int, Tensor], dropped: Tensor | int, records: int,
-    said: Mapping[str, object], look: Callable[[], None] | None = None,
+    said: Mapping[str, object], settle: Callable[[list[DeferredCheck]], None], look: Callable[[], None] | None = None,
 ) -> tuple[dict[int, Tensor], Tensor, int]:  # fmt: skip
     """Add up clipped sums over the processes, once all have agreed on the step.
 
@@ -81,6 +82,7 @@ def reduce_sums(
         dropped: the samples that contribute nothing. No process reads this number here: a device may be behind.
         records: the records of this process.
         said: what must be the same everywhere, and what the step is of.
+        settle: what reads flags, at once or later.
         look: what all do once they have agreed, before anything is added up; it raises on all or none.
 
     Returns:
@@ -98,8 +100,11 @@ def reduce_sums(
     found: dict[int, Tensor] = {}
     for group, own, reduction in reductions:
         found.update(zip(own, world.sums(reduction, group), strict=True))
-    found = held.settled(sums | found)
-    return found, found.pop(DROPPED).long(), everywhere
+    found, doubts = held.settled(sums | found)
+    count = found.pop(DROPPED).long()
+    withhold(doubts, (), found)
+    settle(doubts)
+    return found, count, everywhere
 
 
 def settings_of(clipping: Clipping, engine: PerSampleGradients, **more: object) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class PrivateStep:
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self.detached, self._released = False, False  # released: this optimizer has made a step
         self.replaced_by, self.warned = "", dict[str, str]()  # (by another optimizer of the same model); by their kind
-        self.loader_batch, self.rate_check, self._awaited = LoaderBatch(), RateCheck(), AwaitedChecks()
+        self.loader_batch, self.rate_check, self._awaited = LoaderBatch(), RateCheck(), AwaitedChecks(self.reads_later)
         self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
         self.release_hook: Callable[[Release], None] | None = None  # called before the noise; no step if it raises
         self.missed = SkippedBatches(self.replica.module)
@@ -312,7 +312,7 @@ class PrivateStep:
         """Every parameter's clipped sum, and the noise to add to it once (deviation noise_multiplier * sensitivity)."""
         loop_checks.refuse_capture(self._sums.values())
         try:
-            self._awaited.settle(self._doubts, self.reads_later)
+            self._awaited.settle(self._doubts)
             self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation, self._drawn)
         except (SampleMixingError, StepError):
             self.discard()
@@ -340,7 +340,7 @@ class PrivateStep:
         )  # fmt: skip
         look = None if self._released else self.replica.check_copies
         found, self._fresh, records = distributed_step.reduce_sums(
-            self.world, self.sums, sums, self._fresh, self._records, said, look
+            self.world, self.sums, sums, self._fresh, self._records, said, self._awaited.settle, look
         )
         if self.sample_rate is not None and not self._loader_position[0] and not self.ledger.begun:
             self.rate_check.check_size(self.sample_rate, records, self.expected_batch_size)

@@ -3,7 +3,9 @@
 Squares of split parameters add up over these processes, and those of copied ones count once: one all-reduce of numbers
 for each sample gives every process the same factors. A split parameter's clipped sum stays where the parameter is. Of
 copied ones all processes must have found the same: their squares are compared in the same message, as is what the
-forwards were given, and their sums at the step, where all take the mean of them.
+forwards were given, and their sums at the step, where all take the mean of them. Nobody waits for a device to know the
+answers (`deferred_checks`): whatever they are, a sample's share in the mean is at most the root of the mean of its
+squares, which is what its factor bounds.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.reduce import Reduction
+from ..batch_axis.deferred_checks import DeferredCheck
+from ..distributed.reduce import Reduction, riding
 from ..distributed.sharded import Sharded
 from ..distributed.tensor import TensorParallel
 from ..distributed.world import World
@@ -26,12 +29,11 @@ from .clipped_sums import GroupParameters, ShardedSums, Share, Sums, with_wholes
 from .fused_update import Release
 
 _ALIKE = 1e-8  # of squared relative differences of norms, which are float64
-_ROUNDING = 1e-6  # of those of sums, which are float32
+_ROUNDING = 1e-5  # of those of sums, which are float32
 _APART = (
     "the processes that share the model's layers (tensor parallelism) {what}. Every one of them must have the same "
     "batch (deal samples over mesh['dp'] alone), and a parameter that is whole on each must meet the same data on "
-    "each: one that meets a part of the sequence needs SequenceParallel, and dropout the same seed on each. Nothing of "
-    "this step was released."
+    "each: one that meets a part of the sequence needs SequenceParallel, and dropout the same seed on each."
 )
 
 
@@ -40,7 +42,6 @@ class TensorSums(Sums):
 
     def __init__(self, split: TensorParallel, inner: Sums, world: World) -> None:
         self._split, self._inner, self._world = split, inner, world
-        self._differ: dict[str, Tensor | bool] = {}  # what was found not to be the same, since the last step
 
     def begin(self, gradients: Gradients, members: GroupParameters, said: Mapping[str, object]) -> None:
         self._inner.begin(gradients, members, said)
@@ -57,12 +58,11 @@ class TensorSums(Sums):
             dist.all_reduce(message, group=self._split.group)
         n, count = self._split.size, own.numel()
         total, once, squares = message[: 3 * count].view(3, *own.shape)
-        self._note("were given different batches", _differ(message[3 * count : -4], message[-4:], n))
-        self._note("found different norms of the parameters that are whole on each", _differ(once, squares, n))
+        gradients.doubts += [
+            _apart("were given different batches", message[3 * count : -4], message[-4:], n, _ALIKE),
+            _apart("found different norms of the parameters that are whole on each", once, squares, n, _ALIKE),
+        ]
         return list(total + once / n)
-
-    def _note(self, what: str, differ: Tensor) -> None:
-        self._differ[what] = self._differ.get(what, False) | differ
 
     def clipped(
         self, gradients: Gradients, members: GroupParameters, factors: Sequence[Tensor], numbers: dict[int, Tensor]
@@ -72,10 +72,6 @@ class TensorSums(Sums):
     def held(
         self, named: Mapping[str, Tensor], found: Mapping[int, Tensor], offsets: Mapping[str, int]
     ) -> tuple[dict[int, Tensor], dict[int, int]]:
-        noted, self._differ = self._differ, {}
-        for what, differ in noted.items():
-            if bool(differ):
-                raise StepError(_APART.format(what=what))
         sums, _ = self._inner.held(named, found, offsets)
         held, places = {}, {}
         for name, leaf in named.items():
@@ -90,17 +86,17 @@ class TensorSums(Sums):
     def shares(self, sums: dict[int, Tensor]) -> list[Share]:
         return self._inner.shares(sums)
 
-    def settled(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The sums that were added up over all samples: of copied parameters, the mean of what the processes have."""
+    def settled(self, sums: dict[int, Tensor]) -> tuple[dict[int, Tensor], list[DeferredCheck]]:
         own = {key: sums[key] for key in self._copied}
+        if not own:
+            return sums, []
         clones = [total.clone() for total in own.values()]
-        means = [total / self._split.size for total in self._world.sums(Reduction(clones), group=self._split.group)]
-        apart = sum((total - mean).square().sum() for total, mean in zip(own.values(), means, strict=True))
-        size = sum(mean.square().sum() for mean in means)
-        flag = torch.tensor([bool(apart > _ROUNDING * size)], dtype=torch.uint8)
-        if bool(self._world.any_of(flag)):
-            raise StepError(_APART.format(what="found different sums of the parameters that are whole on each"))
-        return sums | dict(zip(own, means, strict=True))
+        reduction = Reduction([*clones, riding(_square_sum(clones), clones[0])])
+        *totals, squares = self._world.sums(reduction, group=self._split.group)
+        n, length = self._split.size, _square_sum(totals).sqrt()
+        what = "found different sums of the parameters that are whole on each"
+        doubt = _apart(what, length, squares.double(), n, _ROUNDING)
+        return sums | dict(zip(own, (total / n for total in totals), strict=True)), [doubt]
 
     def release(
         self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
@@ -114,9 +110,15 @@ class TensorSums(Sums):
         return with_wholes(self._split, style)
 
 
-def _differ(total: Tensor, squares: Tensor, count: int) -> Tensor:
-    """Whether numbers of which these are the sum, and the sum of squares, are not the same on so many processes."""
-    return ((count * squares - total.square()) > _ALIKE * total.square()).any()
+def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.square().sum(dtype=torch.float64) for tensor in tensors]).sum()
+
+
+def _apart(what: str, total: Tensor, squares: Tensor, count: int, most: float) -> DeferredCheck:
+    """Whether numbers (or vectors) of which these are the sums, and the sums of squares, are not the same on so many
+    processes."""
+    differ = ((count * squares - total.square()) > most * total.square()).any()
+    return DeferredCheck(differ, "", _APART.format(what=what), StepError)
 
 
 def sums_of(shards: Sharded | TensorParallel | None, world: World) -> Sums:

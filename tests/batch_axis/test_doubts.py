@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.batch_axis import deferred_checks
+from fastdp.compat.opacus import PrivacyEngine
 from fastdp.errors import SampleMixingError
 
 B, D = 4, 3
@@ -48,6 +50,20 @@ def test_one_backward_through_two_models_is_refused_by_both() -> None:
     for optimizer in optimizers:
         with pytest.raises(SampleMixingError, match="it was asked"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.filterwarnings("ignore")
+def test_modules_of_opacus_names_ask_too(mode: str) -> None:
+    model = nn.Linear(D, 1)
+    engine = PrivacyEngine(accountant="rdp")
+    data = DataLoader(TensorDataset(torch.randn(B, D)), batch_size=B)
+    module, *_ = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=data, criterion=nn.MSELoss(),
+        noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode=mode,
+    )  # fmt: skip
+    with pytest.raises(SampleMixingError, match="it was asked"):
+        loss_of(module, doubtful=True).backward()
 
 
 def test_harmless_questions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

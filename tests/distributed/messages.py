@@ -24,7 +24,13 @@ from .sharded import sharded
 
 SAMPLES, BYTES = 3, 1024  # of a rank; that a private step may send more, for each sample
 READS = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")}
-WITH_SUMS = ("optim/distributed_step.py", "distributed/reduce.py", "distributed/scatter.py", "optim/private_step.py")
+WITH_SUMS = (
+    "optim/distributed_step.py",
+    "distributed/reduce.py",
+    "distributed/scatter.py",
+    "optim/private_step.py",
+    "optim/tensor_parallel_sums.py",
+)
 
 
 class Sent(TorchDispatchMode):

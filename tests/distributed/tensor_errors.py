@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 import fastdp
 from fastdp.errors import ParameterError, SampleMixingError, StepError, UncapturedUseError
 
+from .messages import WITH_SUMS, Sent
 from .models import adamw, single, whole
 from .tensor_models import LENGTH, WORDS, D, build, split
 
@@ -316,10 +317,29 @@ def refused_by_sums(rank: int, world: int) -> None:
     optimizer.detach()
 
 
+def messages_of_layers(rank: int, world: int) -> None:
+    """A private step's agreement, all-reduce of norms, and mean of what is whole on each process are no more than the
+    collectives that DTensors save by it; and what makes them reads no number of them."""
+    sent: list[Sent] = []
+    for private in (False, True):
+        model = split(build(), tensor_mesh()["tp"], "words sequence")
+        optimizer: Any = adamw(model) if private else torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            with Sent() as found:
+                loss_of(model, tokens(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        sent.append(found)
+    optimizer.detach()
+    ordinary, own = sent
+    assert own.collectives <= ordinary.collectives, (own.kinds, own.collectives, ordinary.collectives)
+    assert not set(own.reads) & set(WITH_SUMS), own.reads
+
+
 OTHERS: dict[str, Any] = {
     function.__name__: function
     for function in (
         same_noise, records, refused_when_made, refused_in_a_forward, refused_by_sums, refused_pipelines,
-        context_parallel_comes_later,
+        context_parallel_comes_later, messages_of_layers,
     )
 }  # fmt: skip

@@ -18,6 +18,7 @@ from opacus.grad_sample.grad_sample_module import create_or_accumulate_grad_samp
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ....batch_axis.deferred_checks import settle
 from ....distributed.world import World
 from ....distributed.wrappers import check_samples
 from ....engine.gradients import Gradients
@@ -170,6 +171,7 @@ class GradSampleHooks(AbstractGradSampleHooks):  # type: ignore[misc]
             return
         self._world.check()
         check_samples(self._world)
+        settle(gradients.doubts)
         record = samples.Record(gradients, self._engine.parameters())
         self._take(record)
         waiting = max([samples.push(p, record) for p in record.parameters])

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....batch_axis.deferred_checks import settle
 from ....distributed.fingerprints import mark_of_model
 from ....distributed.sharded import Sharded, is_sharded
 from ....distributed.tensor_mesh import tensor_mesh_of
@@ -103,6 +104,7 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         with self._world.deciding():  # of what is no error of fastdp's, too
             self._world.check()
             check_samples(self._world)
+            settle(gradients.doubts)
             self._refuse_overrides()
             if self.backwards and not self.grad_accumulation_allowed:
                 self._refuse_accumulation()
