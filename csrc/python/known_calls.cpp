@@ -140,7 +140,9 @@ class KnownCalls {
         if (batch_ > 1 && PyTuple_GET_SIZE(args) && is_telling(function)) {
             PyObject *tensor = PyTuple_GET_ITEM(args, 0);
             if (is_tensor(tensor) && entry(notes_of(tensor).get(), names->LAYOUT) != nullptr) {
-                checked(PyObject_CallFunctionObjArgs(asked_.ptr(), tensor, out.get(), batch_object_.ptr(), nullptr));
+                PyObject *dim = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1) : nullptr;
+                if (dim == nullptr && kwargs != nullptr && PyDict_Check(kwargs)) dim = PyDict_GetItemString(kwargs, "dim");
+                checked(PyObject_CallFunctionObjArgs(asked_.ptr(), tensor, out.get(), batch_object_.ptr(), dim, nullptr));
             }
         }
         return out.release();

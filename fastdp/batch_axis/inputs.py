@@ -179,6 +179,18 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
     )
 
 
+def _check_size(values: Any, dim: int, batch_size: int) -> None:
+    """Raises StepError where the optimizer's batch_size= is not that of the batch at hand."""
+    tensors = nested_tensors(values)
+    sizes = {tensor.size(dim) for tensor in tensors if tensor.dim() > dim}
+    if sizes and not packed_sequences(values) and not any(map(mark_of, tensors)) and all(n % batch_size for n in sizes):
+        raise StepError(
+            f"the optimizer was made for batches of batch_size={batch_size}, and the model is called with tensors of "
+            f"size {sorted(sizes)} in the batch dimension. Leave batch_size= out, if batches differ in size: a "
+            "poisson_loader tells the size of each, and else the model's first tensor does"
+        )
+
+
 class Batching:
     """Where the samples lie in the model's inputs: see the arguments of `fastdp.PerSampleGradients`."""
 
@@ -206,6 +218,7 @@ class Batching:
         if self.bags:
             mark_bags(nested_tensors((args, kwargs)), any(bag.include_last_offset for bag in self.bags))
         if self.size is not None:
+            _check_size((args, kwargs), self.dim, self.size)
             return self.size
         rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
         if rows % self.rows_per_sample:

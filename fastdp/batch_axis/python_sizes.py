@@ -29,8 +29,28 @@ from .layout import layout_on
 from .totals import share_of
 
 T = torch.Tensor
+_AGAIN = 4  # sizes in a row that a number must equal to follow them, once it has equalled none
 _ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
+
+
+class _Followed:
+    """The sizes that the numbers at a place have followed: by forward, of several in a row, with the number."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, tuple[float, float]] = {}
+        self.missed = 0  # the last forward with a number that is no size, of which the place may have several
+        self.enough = 2
+
+    def take(self, forward: int, size: float, number: float, follows: bool) -> bool:
+        """Whether it is certain by now that the numbers follow."""
+        if self.missed not in (0, forward, *self.sizes):  # that forward had no other: no size is computed with here
+            self.sizes, self.missed, self.enough = {}, 0, _AGAIN
+        if not follows:
+            self.missed = forward
+            return False
+        self.sizes[forward] = (size, number)
+        return all(len(set(each)) >= self.enough for each in zip(*self.sizes.values(), strict=True))
 
 
 class Sizes:
@@ -44,8 +64,10 @@ class Sizes:
         self._series: dict[
             Any, list[tuple[tuple[float, ...], float]] | None
         ] = {}  # (sizes told, number); None: cleared
-        # number told, number computed with, and in which forward; None: cleared
-        self._places: dict[Any, tuple[float, float, int] | None] = {}
+        # number told first, and number computed with; None: cleared
+        self._places: dict[Any, tuple[float, float] | None] = {}
+        self._followed: dict[Any, _Followed] = {}  # by place
+        self._beside: set[int] = set()  # sizes told in this forward that are of another dimension
         self._forwards = 0
 
     def begin(self) -> None:
@@ -53,9 +75,10 @@ class Sizes:
         self._forwards += 1
         self._codes.clear()
         self._told.clear()
+        self._beside.clear()
 
-    def asked(self, tensor: Any, found: Any, batch: int) -> None:
-        """Python asked for the size of a tensor."""
+    def asked(self, tensor: Any, found: Any, batch: int, dim: int | None = None) -> None:
+        """Python asked for the size of a tensor. dim: of one dimension."""
         layout = layout_on(tensor) if isinstance(tensor, Tensor) else None
         if layout is None or batch <= 1:
             return
@@ -65,9 +88,11 @@ class Sizes:
             frame = frame.f_back
         others = self._lines.setdefault((frame.f_code, frame.f_lineno), set())
         if isinstance(found, tuple):
-            others.update(size for dim, size in enumerate(found) if dim != layout.dim)
-        elif found % batch:
-            others.add(found)
+            beside = {size for place, size in enumerate(found) if place != layout.dim}
+        else:
+            beside = {found} if found % batch or (dim is not None and dim % tensor.dim() != layout.dim) else set()
+        others.update(beside)
+        self._beside.update(beside)
         while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
             self._codes.add(frame.f_code)  # and whoever asks by functions of his own
             frame = frame.f_back  # type: ignore[assignment]
@@ -126,8 +151,13 @@ class Sizes:
         """Whether a number at this line has gone, from a batch of another size to this one, as one by the sizes."""
         if (frame := users(sys._getframe(1))) is None:
             return False
-        before = self._places.setdefault((what, frame.f_code, frame.f_lineno), (batch, number, self._forwards))
-        return before is not None and before[0] != batch and math.isclose(number / before[1], before[0] / batch)
+        place = (what, frame.f_code, frame.f_lineno)
+        before = self._places.setdefault(place, (batch, number))
+        if before is None or before[0] == batch:
+            return False
+        follows = math.isclose(number / before[1], before[0] / batch)
+        certain = self._followed.setdefault(place, _Followed()).take(self._forwards, batch, number, follows)
+        return certain if what.startswith("power") else follows
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
@@ -194,17 +224,18 @@ class Sizes:
         source, what = next(matching, (float(call.batch), ""))
         if not what and (following := self._follows(place, call.batch, number)):
             return f"{call.mixed()} computes with {number:g}, {following}", False
-        before = self._places.setdefault(place, (source, number, self._forwards))
+        before = self._places.setdefault(place, (source, number))
         if before is None:
             return "", False
         if before[1] == number and before[0] != source:
             self._places[place] = None  # the same number beside another size: a constant
             return "", False
-        if not what:
-            return "", False
-        # (a place may compute with several numbers in one forward, of which two equal sizes by chance)
-        certain = before[0] != source and before[1] != number and before[2] != self._forwards
-        if not certain and source == call.batch and _is_written(number, self._codes):
+        if source == call.batch and any(_same(number, size) for size in self._beside):
+            return "", False  # as likely of another dimension
+        followed = self._followed.setdefault(place, _Followed())
+        certain = followed.take(self._forwards, source, number, bool(what))
+        doubtful = followed.enough > 2 or (source == call.batch and _is_written(number, self._codes))
+        if not what or (doubtful and not certain):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
 

@@ -164,7 +164,7 @@ class Pass(PassRecord):
         if inquires(func):
             out = func(*args, **kwargs)
             if func in TELLING_SIZES:
-                self.engine.sizes.asked(args[0], out, self.batch)
+                self.engine.sizes.asked(args[0], out, self.batch, *args[1:2], **kwargs)
             return out
         if func in REACHING_GRAPH and not (self.is_parameter(args[0]) and refuse_node(self, func, args[0])):
             return hooked(self.engine.owner, self.path, func, args, kwargs)

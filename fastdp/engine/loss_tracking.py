@@ -84,7 +84,7 @@ class LossTracking(TorchFunctionMode):
         if inquires(func):
             out = func(*args, **kwargs)
             if func in TELLING_SIZES:
-                self.sizes.asked(args[0], out, self.batch)
+                self.sizes.asked(args[0], out, self.batch, *args[1:2], **kwargs)
                 if tensor_notes.COUNTED in args[0].__dict__:
                     self._note_read(
                         "one_hot() is as wide as the largest label of the batch asks for: give num_classes="

@@ -67,7 +67,7 @@ def refuse_compilation() -> None:
     raise StepError(
         "the model was compiled after the private optimizer was made, or is called by a compiled function (a training "
         "step, a loss), so its compiled code would run past fastdp. Compile the model itself, and first, then make the "
-        "optimizer (detach() the old one); or call the plain model."
+        "optimizer of what torch.compile returned (detach() the old one); or call the plain model."
     )
 
 

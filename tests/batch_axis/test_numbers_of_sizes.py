@@ -155,6 +155,46 @@ def test_what_is_written_in_the_code_is_no_size(name: str, size: int) -> None:
     assert not warned(LITERALS[name], [size] * 3)
 
 
+class Texts(nn.Module):
+    """A mean over texts' words, by hand."""
+
+    def __init__(self, mean: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.b, self.mean = nn.Embedding(9, D), nn.Linear(D, 3), mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.mean(self.words(x)))
+
+
+LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a shape": lambda h: h.sum(1) / h.shape[1],
+    "of a size": lambda h: h.sum(1) / h.size(1),
+    "a root": lambda h: h.sum(1) / h.shape[1] ** 0.5,
+    "its name": lambda h: (length := h.size(1), h.sum(1) / length)[1],
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_of_texts_that_equal_the_size_by_chance(name: str) -> None:
+    model = Texts(LENGTHS[name])
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BatchReadWarning)
+        for size, length in ((7, 7), (8, 12), (6, 6), (5, 9), (4, 4), (9, 9)):
+            words = torch.randint(0, 9, (size, length))
+            loss = F.cross_entropy(model(words), words[:, 0] % 3, reduction="sum") / words.numel()
+            (loss * length).backward()
+            optimizer.step()
+    optimizer.detach()
+
+
+def test_numbers_that_follow_the_size_but_once() -> None:
+    run(lambda m, h: h / max(len(h), 7), sizes=(5, 8, 9, 10), loss=squares)
+    with pytest.raises(SampleMixingError, match="computes with"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(lambda m, h: h / max(len(h), 7), sizes=(5, 8, 9, 10, 11))
+
+
 # --------------------------------------------------------------------------- in the loss
 
 WEIGHT = {"of the loss": 0.3}
@@ -208,7 +248,7 @@ def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
 
     for power in (lambda o: o.sum() / len(o) ** 2, lambda o: o.sum().mul(1 / len(o) ** 2)):
         with pytest.raises(SampleMixingError, match="a power of the number of samples"):
-            _scaled(power, [6, 5])
+            _scaled(power, [6, 5, 7])
 
     def by_name(o: Tensor) -> Tensor:
         part = len(o) / 60

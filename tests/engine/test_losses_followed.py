@@ -283,6 +283,20 @@ def test_numbers_read_of_what_was_made_of_a_loaders_batch_are_warned_of() -> Non
     optimizer.detach()
 
 
+def test_other_data_of_the_size_of_a_loaders_batch_is_none_of_it() -> None:
+    model = nn.Linear(D, C)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    for (x,) in fastdp.poisson_loader([(torch.randn(D),) for _ in range(40)], sample_rate=0.3, steps=2):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):  # a validation between the batch and its forward
+                out = model(torch.randn(len(x), D)) * torch.tensor([0.1 * C])
+                F.cross_entropy(out, torch.randint(0, C, (len(x),))).item()
+        model(x).square().sum(1).mean().backward()
+        optimizer.step()
+    optimizer.detach()
+
+
 def test_numbers_by_place_from_before_the_forward_are_seen_of_a_loaders_batches() -> None:
     model = nn.Linear(3, 2)
     data = torch.utils.data.TensorDataset(torch.randn(64, 3))
