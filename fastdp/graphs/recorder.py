@@ -82,6 +82,12 @@ _TO_THE_ALLOCATOR = {aten.record_stream.default}  # (its schema calls the tensor
 _UNCHANGED = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
+def _keeps_places(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+    """Whether no number lies elsewhere by such strides, as where pooling makes [B, C, 1, 1] channels last."""
+    alike = all(n == 1 or a == b for n, a, b in zip(size, stride, tensor.stride(), strict=False))
+    return alike and tuple(size) == tensor.shape and offset in (None, tensor.storage_offset())
+
+
 def memory_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory (of a sparse one, which no recording takes: its own)."""
     if tensor.layout is not torch.strided:
@@ -163,7 +169,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         written = self._written(func, args, kwargs)
-        self._check(func, name, given, written)
+        self._check(func, name, args, given, written)
         frozen = tree_map(lambda leaf: self.slot(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None and not asking()
         if draws:
@@ -250,8 +256,9 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what cannot be replayed
 
-    def _check(self, func: Any, name: str, given: list[Tensor], written: list[Tensor]) -> None:
-        if name in _MOVING_MEMORY or torch.Tag.inplace_view in func.tags:
+    def _check(self, func: Any, name: str, args: Any, given: list[Tensor], written: list[Tensor]) -> None:
+        moves = name in _MOVING_MEMORY or torch.Tag.inplace_view in func.tags
+        if moves and not (func is aten.as_strided_.default and _keeps_places(*args)):
             raise GraphError(f"{name}() changes where a tensor's numbers lie, which a replay cannot repeat")
         if odd := [t.device for t in given if t.device not in (self.device, _CPU)]:
             raise GraphError(f"{name}() takes a tensor on {odd[0]}, and the model lies on {self.device}")
