@@ -148,7 +148,8 @@ class PerSampleGradients:
 
     def replayed(self, given: object, gradients: Gradients) -> None:
         """A forward and backward were replayed on this batch, with these gradients."""
-        self._backward.replayed(given, gradients)
+        with torch._C.DisableTorchFunction():  # a mode that follows the loss may be on
+            self._backward.replayed(given, gradients)
 
     def graph_forwards(self, by: Any) -> Forward:
         """Tell this of every outermost forward before it begins (`fastdp.optim.graphed_forwards`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,14 @@ class GraphedShapes(ReplayedSteps):
     def eager(self) -> int:
         """How many went through Python."""
         return self._eager + sum(step.eager for step in self._steps.values())
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why batches went through Python, and how many."""
+        found = Counter({"a shape that was not met before, or not often": self._eager} if self._eager else {})
+        for step in self._steps.values():
+            found.update(step.reasons)
+        return dict(found)
 
     def _begin(self, batch: tuple[Any, ...]) -> Begun:
         key, samples = self._shape_of(batch)

@@ -158,6 +158,25 @@ def test_rate_and_expected_batch_size_are_what_is_used(size, batch):
     assert engine.accountant.history == [(1.0, 1 / steps, 1)]
 
 
+def test_a_batch_sampler_that_tells_no_rate_is_warned_of():
+    class TwoPasses:
+        def __len__(self):
+            return 10
+
+        def __iter__(self):
+            yield from ([*range(8)] for _ in range(10))
+
+    batches = TwoPasses()
+    data = DataLoader(loader_of(40).dataset, batch_sampler=batches)
+    with pytest.warns(fastdp.errors.SampleRateWarning, match="TwoPasses has no attribute sample_rate"):
+        private(ours, data_loader=data, poisson_sampling=False)
+    batches.sample_rate = 0.2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fastdp.errors.SampleRateWarning)
+        _, _, optimizer, *_ = private(ours, data_loader=data, poisson_sampling=False)
+    assert optimizer.expected_batch_size == 8
+
+
 # ------------------------------------------------------------------ noise
 
 

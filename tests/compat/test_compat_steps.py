@@ -51,6 +51,18 @@ def factors_of(each, bound=BOUND):
     return (bound / norms).clamp(max=1)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_layers_over_sequences_step_after_step(mode):
+    """Sums made of activations after the backward are the engine's own work, not copies of the batch's samples."""
+    torch.manual_seed(0)
+    model, words = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 12)), torch.randint(0, 12, (4, 10))
+    wrapped, optimizer = pair(mode, model=model)
+    for _ in range(3):
+        F.cross_entropy(wrapped(words).transpose(1, 2), words).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def clipped_sum(model, bound=BOUND, rows=slice(None)):
     """The truth, by name, float64."""
     each = truth(model, (X[rows], Y[rows]), losses)

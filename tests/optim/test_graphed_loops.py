@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fastdp
@@ -74,6 +74,28 @@ def test_every_shape_is_recorded_when_it_comes_again() -> None:
         assert torch.equal(a, b)
     assert_equal(one, two)
     assert (step.replayed, step.eager) == (len(lengths) - 3, 3)
+    assert step.reasons == {"a shape that was not met before, or not often": 3}
+
+
+def test_work_of_a_replay_is_not_taken_for_the_loss_of_a_loaders_batch() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer = nn.Embedding(50, 16), nn.Linear(16, 16)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.layer(self.words(ids)).tanh() @ self.words.weight.T
+
+    optimizer = fastdp.DPSGD(Tied(), lr=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
+    step = optimizer.graphed(
+        lambda model, ids: fastdp.losses.causal_lm_loss(model(ids), ids, reduction="none"), sizes=(4,)
+    )
+    data = TensorDataset(torch.randint(0, 50, (40, 12)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for (ids,) in fastdp.poisson_loader(data, sample_rate=0.1, steps=12, seed=3, max_physical_batch_size=4):
+            step(ids)
+    assert step.replayed > 5
 
 
 @pytest.mark.parametrize("shapes", [True, False])

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from ...accounting import warn_of_delta
 from ...data.weighted_samplers import REMEDY, sampler_of, uneven
 from ...distributed.sharded import is_sharded, to_parts
+from ...errors import SampleRateWarning
 from .accountants import create_accountant, get_noise_multiplier
 from .data_loader import DPDataLoader, SecureGenerator, switch_generator
 from .distributed import DifferentiallyPrivateDistributedDataParallel
@@ -305,6 +306,14 @@ def _sample_rate_of(data_loader: Any) -> float:
     if why := uneven(sampler_of(data_loader), _records_of(data_loader) or 0):
         raise ValueError(f"{why}, so no sample rate is that of every record, and epsilon would be too small. {REMEDY}")
     rate, sampler = 1 / len(data_loader), getattr(data_loader, "sampler", None)
+    if (own := getattr(data_loader, "batch_sampler", None)) is not None and not isinstance(own, BatchSampler):
+        warnings.warn(
+            f"the batch sampler {type(own).__name__} has no attribute sample_rate: epsilon takes its "
+            f"{len(data_loader)} batches for one pass over the records (a rate of {rate:.3g}). If they take more, give "
+            "it this attribute, the probability that a record is in a batch.",
+            SampleRateWarning,
+            stacklevel=4,
+        )
     if not isinstance(sampler, Sampler) or not isinstance(data_loader.batch_sampler, BatchSampler):
         return rate
     return min(1.0, rate * max(1.0, len(sampler) / len(data_loader.dataset)))  # type: ignore[arg-type]

@@ -64,6 +64,7 @@ class GradSampleHooks(AbstractGradSampleHooks):  # type: ignore[misc]
     ) -> None:
         self.validate(module=m, strict=strict)
         _warn_of_samplers(m)
+        self._samplers = dict(self.GRAD_SAMPLERS)
         samples.install()
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.force_functorch = force_functorch
@@ -172,6 +173,9 @@ class GradSampleHooks(AbstractGradSampleHooks):  # type: ignore[misc]
         self._world.check()
         check_samples(self._world)
         settle(gradients.doubts)
+        if self._samplers != self.GRAD_SAMPLERS:  # registered since
+            self._samplers = dict(self.GRAD_SAMPLERS)
+            _warn_of_samplers(self._module)
         record = samples.Record(gradients, self._engine.parameters())
         self._take(record)
         waiting = max([samples.push(p, record) for p in record.parameters])

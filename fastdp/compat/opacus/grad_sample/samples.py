@@ -37,8 +37,8 @@ Parts = list[tuple[nn.Parameter, Any]]  # of one backward: parameters, with the 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Numbers without a graph, at full precision."""
-    with torch.no_grad(), exactly():
+    """Numbers without a graph, at full precision, which no mode takes for the user's."""
+    with torch.no_grad(), exactly(), torch._C.DisableTorchFunction():
         yield
 
 
