@@ -212,9 +212,10 @@ def test_arguments_that_hide_the_batch_are_refused():
     assert_refused(model, (torch.randint(0, 5, (B, B)), torch.arange(B)), square)
     model = Net(lambda m, p, x: m.a(x) + p, a=nn.Linear(4, 4))
     assert_refused(model, (torch.zeros(1, 4), torch.randn(B, 4)), square, "batch_size=")
-    fastdp.PerSampleGradients(model, batch_size=B)
+    engine = fastdp.PerSampleGradients(model, batch_size=B)
     with pytest.raises(StepError, match=f"batch_size={B}"):  # of another batch
         model(torch.zeros(1, 4), torch.randn(B - 1, 4))
+    engine.detach()
 
 
 def test_operations_between_modules_called_on_their_own():
