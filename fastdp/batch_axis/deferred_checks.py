@@ -88,11 +88,11 @@ def answers(doubts: list[DeferredCheck]) -> list[bool]:
     return found
 
 
-def settle(doubts: list[DeferredCheck]) -> None:
-    """Read the flags. Raises the error of one that is true."""
+def settle(doubts: list[DeferredCheck], more: str = "") -> None:
+    """Read the flags. Raises the error of one that is true. more: what it says at the end."""
     for one, mixes in zip(doubts, answers(doubts), strict=True):
         if mixes:
-            raise one.problem()
+            raise one.problem(more)
 
 
 def withhold(doubts: Sequence[DeferredCheck], factors: Sequence[Tensor], *sums: Mapping[int, Tensor]) -> None:
@@ -115,7 +115,7 @@ class AwaitedChecks:
         Raises the error of one that is true.
         """
         self.look()
-        settle([one for one in doubts if not self._later or one.flag.device.type == "cpu"])
+        settle([one for one in doubts if not self._later or one.flag.device.type == "cpu"], _NOTHING)
         self._ask([one for one in doubts if self._later and one.flag.device.type != "cpu"])
 
     def _ask(self, doubts: list[DeferredCheck]) -> None:
@@ -143,6 +143,7 @@ class AwaitedChecks:
 
 
 _LATEST = 8  # steps that the host runs ahead of a device, at most
+_NOTHING = " Nothing of this step was released."
 _LATE = (
     " (The device told so behind the step. That step was made without this batch's gradients: of noise alone, which is "
     "accounted for.)"

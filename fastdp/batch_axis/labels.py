@@ -19,7 +19,6 @@ from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
 from .batch_positions import made_in_sight
 from .calls import Call
-from .generations import LOADERS, Generation
 from .index_kinds import permutes
 from .inputs import mark_of
 from .layout import Layout, tag, tag_of
@@ -69,9 +68,8 @@ class Origin(NamedTuple):
 class Labels:
     """What one batch's loss takes for labels."""
 
-    def __init__(self, batch: int, moment: Generation) -> None:
-        self.batch, self.moment = batch, moment.number
-        self._of_loader = moment.owner is LOADERS  # whose labels are known: what stands alone is of other data
+    def __init__(self, batch: int, moment: int) -> None:
+        self.batch, self.moment = batch, moment
         self.unknown_order = self.two_orders = False
         self.paused = 0  # forwards of the model itself that are on
         self._met: dict[int, Tensor | None] = {}  # the order in which labels (by id) met the outputs
@@ -97,8 +95,7 @@ class Labels:
                 self._take_back(weights)  # there are as many classes as samples
         known = [tag_of(tensor, self.batch) for tensor in call.tensors if tensor.dim()]
         weighs = any(layout is not None and layout.total for layout in known)  # sums of several losses, of columns
-        alone = self._of_loader and not any(known)
-        for tensor in () if self.paused or weighs or alone else call.tensors if whole else self._candidates(call):
+        for tensor in () if self.paused or weighs else call.tensors if whole else self._candidates(call):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                 continue
             if not tensor.requires_grad:

@@ -91,6 +91,8 @@ class Sizes:
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
             beside = {found} if found % batch or (dim is not None and dim % tensor.dim() != layout.dim) else set()
+            if dim is None and found == tensor.numel() and tensor.dim():  # numel(), of which the others are a factor
+                beside = beside | {found // tensor.size(layout.dim)}
         others.update(beside)
         self._beside.update(beside)
         while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
@@ -155,9 +157,7 @@ class Sizes:
         before = self._places.setdefault(place, (batch, number))
         if before is None or before[0] == batch:
             return False
-        follows = math.isclose(number / before[1], before[0] / batch)
-        certain = self._followed.setdefault(place, _Followed()).take(self._forwards, batch, number, follows)
-        return certain if what.startswith("power") else follows
+        return math.isclose(number / before[1], before[0] / batch)
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
@@ -211,6 +211,8 @@ class Sizes:
     def _grows(self, call: Call, number: float) -> bool:
         """Whether what a total is divided by is a multiple of the number of samples that grows with it: a power."""
         size = abs(number) if abs(number) >= 1 else 1 / abs(number)
+        if any(_same(size / call.batch, other) for other in self._beside if other > 1):
+            return False  # the number of samples, times another size
         return self._is_inverse(f"power {call.name}", call.batch, call.batch / size)
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:

@@ -50,7 +50,7 @@ class TrackedLoss:
         self.filled: int | None = None if forward is None else forward.filled
         me = weakref.ref(self)
         self.memo, self.sizes = engine.memo, engine.sizes
-        self.labels = Labels(batch, moment)
+        self.labels = Labels(batch, moment.number)
         self.engine = weakref.ref(engine, lambda _: _is_gone(me))
         self.gone: Callable[[], Callable[[TrackedLoss], None] | None] = lambda: None  # of the mode that follows it
         self.passed = 0  # backwards of others meanwhile

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..batch_axis.deferred_checks import DeferredCheck
-from ..distributed.reduce import Reduction, riding
+from ..distributed.reduce import Reduction
 from ..distributed.sharded import Sharded
 from ..distributed.tensor import TensorParallel
 from ..distributed.world import World
@@ -29,7 +29,7 @@ from .clipped_sums import GroupParameters, ShardedSums, Share, Sums, with_wholes
 from .fused_update import Release
 
 _ALIKE = 1e-8  # of squared relative differences of norms, which are float64
-_ROUNDING = 1e-5  # of those of sums, which are float32
+_ROUNDING = 1e-6  # of those of sums, which are float32
 _APART = (
     "the processes that share the model's layers (tensor parallelism) {what}. Every one of them must have the same "
     "batch (deal samples over mesh['dp'] alone), and a parameter that is whole on each must meet the same data on "
@@ -59,8 +59,8 @@ class TensorSums(Sums):
         n, count = self._split.size, own.numel()
         total, once, squares = message[: 3 * count].view(3, *own.shape)
         gradients.doubts += [
-            _apart("were given different batches", message[3 * count : -4], message[-4:], n, _ALIKE),
-            _apart("found different norms of the parameters that are whole on each", once, squares, n, _ALIKE),
+            _apart("were given different batches", message[3 * count : -4], message[-4:], n),
+            _apart("found different norms of the parameters that are whole on each", once, squares, n),
         ]
         return list(total + once / n)
 
@@ -91,12 +91,16 @@ class TensorSums(Sums):
         if not own:
             return sums, []
         clones = [total.clone() for total in own.values()]
-        reduction = Reduction([*clones, riding(_square_sum(clones), clones[0])])
-        *totals, squares = self._world.sums(reduction, group=self._split.group)
-        n, length = self._split.size, _square_sum(totals).sqrt()
+        means = [total / self._split.size for total in self._world.sums(Reduction(clones), group=self._split.group)]
+        apart = sum((total - mean).square().sum() for total, mean in zip(own.values(), means, strict=True))
+        size = sum(mean.square().sum() for mean in means)
+        flag = torch.as_tensor(apart > _ROUNDING * size).to(torch.uint8)
+        with self._world.exchanging():
+            dist.all_reduce(flag, dist.ReduceOp.MAX)  # of all processes: each raises the error, or none
         what = "found different sums of the parameters that are whole on each"
-        doubt = _apart(what, length, squares.double(), n, _ROUNDING)
-        return sums | dict(zip(own, (total / n for total in totals), strict=True)), [doubt]
+        return sums | dict(zip(own, means, strict=True)), [
+            DeferredCheck(flag.bool(), "", _APART.format(what=what), StepError)
+        ]
 
     def release(
         self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
@@ -110,14 +114,9 @@ class TensorSums(Sums):
         return with_wholes(self._split, style)
 
 
-def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.square().sum(dtype=torch.float64) for tensor in tensors]).sum()
-
-
-def _apart(what: str, total: Tensor, squares: Tensor, count: int, most: float) -> DeferredCheck:
-    """Whether numbers (or vectors) of which these are the sums, and the sums of squares, are not the same on so many
-    processes."""
-    differ = ((count * squares - total.square()) > most * total.square()).any()
+def _apart(what: str, total: Tensor, squares: Tensor, count: int) -> DeferredCheck:
+    """Whether numbers of which these are the sum, and the sum of squares, are not the same on so many processes."""
+    differ = ((count * squares - total.square()) > _ALIKE * total.square()).any()
     return DeferredCheck(differ, "", _APART.format(what=what), StepError)
 
 

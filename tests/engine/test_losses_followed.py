@@ -283,17 +283,26 @@ def test_numbers_read_of_what_was_made_of_a_loaders_batch_are_warned_of() -> Non
     optimizer.detach()
 
 
-def test_other_data_of_the_size_of_a_loaders_batch_is_none_of_it() -> None:
-    model = nn.Linear(D, C)
-    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
-    for (x,) in fastdp.poisson_loader([(torch.randn(D),) for _ in range(40)], sample_rate=0.3, steps=2):
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(3):  # a validation between the batch and its forward
-                out = model(torch.randn(len(x), D)) * torch.tensor([0.1 * C])
-                F.cross_entropy(out, torch.randint(0, C, (len(x),))).item()
-        model(x).square().sum(1).mean().backward()
-        optimizer.step()
+@pytest.mark.parametrize(
+    "coupled",
+    [
+        lambda w: w / w.sum(),
+        lambda w: w.softmax(0),
+        lambda w: w * w.max(),
+        lambda w: w[torch.randperm(len(w))],
+        lambda w: F.mse_loss(w, w * 0) * torch.ones(len(w)),
+    ],
+)
+def test_numbers_of_records_that_numpy_holds_are_not_coupled_before_the_forward(coupled) -> None:
+    """They come without a layout: what has a row for each sample is taken for theirs."""
+    optimizer = fastdp.DPSGD(model := nn.Linear(D, C), lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    records = [(torch.randn(D), float(n + 1)) for n in range(40)]
+    collate = lambda batch: (torch.stack([x for x, _ in batch]), np.array([w for _, w in batch], dtype=np.float32))
+    for x, w in fastdp.poisson_loader(records, sample_rate=0.3, steps=1, collate_fn=collate):
+        weights = coupled(torch.from_numpy(w))
+        with pytest.raises(SampleMixingError):
+            (model(x).square().sum(1) * weights).mean().backward()
+            optimizer.step()
     optimizer.detach()
 
 
