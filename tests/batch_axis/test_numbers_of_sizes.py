@@ -188,6 +188,18 @@ def test_lengths_of_texts_that_equal_the_size_by_chance(name: str) -> None:
     optimizer.detach()
 
 
+def test_a_sum_over_all_elements_is_divided_by_their_number() -> None:
+    """Which grows as a power of the size where lengths and sizes do, by chance."""
+    model = nn.Linear(D, 3)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction="mean",
+                             expected_batch_size=6)  # fmt: skip
+    for size, length in ((8, 12), (4, 6), (6, 9)):
+        losses = model(torch.randn(size, length, D)).square().sum(2)
+        (losses.sum() / losses.numel()).backward()
+        optimizer.step()
+    optimizer.detach()
+
+
 def test_numbers_that_follow_the_size_but_once() -> None:
     run(lambda m, h: h / max(len(h), 7), sizes=(5, 8, 9, 10), loss=squares)
     with pytest.raises(SampleMixingError, match="computes with"), warnings.catch_warnings():
