@@ -91,7 +91,7 @@ class Sizes:
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
             beside = {found} if found % batch or (dim is not None and dim % tensor.dim() != layout.dim) else set()
-            if dim is None and found == tensor.numel() > 0 and tensor.dim():  # numel(), of which the others are a factor
+            if dim is None and found == tensor.numel() > 0 and tensor.dim():  # numel(): the size, times others
                 beside = beside | {found // tensor.size(layout.dim)}
         others.update(beside)
         self._beside.update(beside)
