@@ -22,13 +22,14 @@ import torch
 
 from fastdp import ops
 from fastdp.ops import checks as op_checks
-from fastdp.ops import cuda, registry
+from fastdp.ops import cuda, noise, registry
 from fastdp.ops.common import MARGIN
 from fastdp.ops.kernel_inputs import trials
 from fastdp.ops.registry import OPERATORS
 
 from . import emulation, past_checks
 from . import step_checks as checks
+from .noise_truth import KEY, NATIVE
 from .table import FAMILIES, check, check_strides, lookup_data
 from .test_clip import check_clip_factors
 
@@ -198,6 +199,21 @@ def test_emulated_million_correlated_draws(emulated: str) -> None:
     for given, past in ((total, few), (total[:2000], many)):
         assert torch.equal(past_checks.add_noise_(given.clone(), 1.3, 11, 7, past),
                            past_checks.released(given, 1.3, 11, 7, past))  # fmt: skip
+
+
+@pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_emulated_fifty_million_draws_have_the_bits_of_the_cpu(
+    dtype: torch.dtype, hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose are those of the reference: test_noise compares the same draws."""
+    serve(monkeypatch)
+    total, words = torch.randn(5_000_000, generator=torch.Generator().manual_seed(3), dtype=dtype), noise.words_of(KEY)
+    for begin in range(0, 50_000_000, 5_000_000):
+        std, found, truth = 1 + begin / 50_000_000, total.clone(), total.clone()
+        cuda.add_scaled_(found, std, 0.1, words, 11, begin)
+        noise._native_add(truth, std, 0.1, words, 11, begin)
+        assert torch.equal(found, truth)
 
 
 @pytest.mark.parametrize(("dtype", "state_dtype"), checks.PAIRS)
