@@ -39,14 +39,17 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp.mechanisms import (
     Banded,
+    Bisr,
     Comparison,
     Independent,
+    Lambda,
     TreeAggregation,
     compare,
     cyclic_poisson_loader,
     fixed_order_loader,
 )
 
+from .models import GPT
 from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
 
 EPSILONS, DELTA, SEEDS = (1.0, 3.0, 8.0), 1e-5, 5
@@ -173,7 +176,7 @@ class Run(NamedTuple):
 
 def train(model: nn.Module, optimizer: Any, batches: Any) -> None:
     for x, y in batches:
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x).movedim(-1, 1), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -219,14 +222,14 @@ def tensors() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
-def step_times(task: Task, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
-    """Steps in a fixed order, after four passes; and what memory they hold then, beyond that of the run before them."""
+def step_times(task: Task, runs: Sequence[Run], rounds: int, passes: int = 4) -> Iterator[Row]:
+    """Steps in a fixed order, after passes; and what memory they hold then, beyond that of the run before them."""
     steps: dict[str, Callable[[], object]] = {}
     held = {}
     for run in runs:
         before = tensors()
         model, optimizer, loader = run.start(task, 0.0, 0)
-        for _ in range(4):
+        for _ in range(passes):
             train(model, optimizer, loader)
         held[repr(run.strategy)] = tensors() - before
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -243,6 +246,20 @@ def wide(task: Task) -> Task:
     """A task whose model has a million weights, and whose steps are of noise more than of Python."""
     x = torch.zeros(len(task.train[0]), 1024)
     return task._replace(name="1M weights", build=lambda: nn.Linear(1024, 1024), train=(x, task.train[1]))
+
+
+def language(task: Task) -> Task:
+    """The GPT of benchmarks.training."""
+    ids, targets = torch.randint(8192, (2, STEPS * 8, 128), generator=torch.Generator().manual_seed(0))
+    return task._replace(name="GPT", build=GPT, train=(ids, targets))
+
+
+def gpt_steps() -> Iterator[Row]:
+    """Of 16 bands and less, without accuracies."""
+    told: Row = {"records": "fixed order", "draws": "-"}
+    strategies = (Independent(), TreeAggregation(), Lambda(0.9), Bisr(4), Bisr(8), Bisr(16))
+    runs = [Run(each, 1.0, None, 1, {**told, "noise": repr(each)}) for each in strategies]
+    return step_times(language(next(tasks(["digits"], 0.9))), runs, 15, passes=1)
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
@@ -268,9 +285,12 @@ def main(command: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", default=["digits", "lines"])
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--gpt", action="store_true", help="only steps, of the GPT of benchmarks.training")
     options = parser.parse_args(command)
     warnings.simplefilter("ignore")
     require_kernels()
+    if options.gpt:
+        options.tasks, options.epsilons = [], []
     epsilons, passes, seeds, rounds = ((8.0,), 1, 2, 1) if options.quick else (options.epsilons, PASSES, SEEDS, 41)
     few = [Independent(), TreeAggregation(), Banded(2, steps=STEPS)] if options.quick else None
     compared = [
@@ -278,7 +298,9 @@ def main(command: Sequence[str] | None = None) -> None:
         for epsilon in epsilons
     ]
     none = Run(Independent(), 0.0, None, passes, {"epsilon": "-", "noise": "none", "records": "fixed order"})
-    about, rows = versions(), list[Row]()
+    about, rows = versions(), list(gpt_steps()) if options.gpt else list[Row]()
+    if options.out:
+        append(options.out, [{**row, **about} for row in rows], (*COLUMNS, *about))
     for task in tasks(["digits"] if options.quick else options.tasks, options.momentum):
         found: list[Row] = []
         for run in [none, *(run for one in compared for run in runs_of(one, passes))]:

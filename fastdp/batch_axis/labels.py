@@ -269,13 +269,14 @@ def _is_copy(tensor: Tensor) -> bool:
 
 
 def _kept_in_product(args: tuple[Any, ...]) -> list[Tensor]:
-    """The operands of an einsum whose first dimension the result has."""
+    """The operands of an einsum whose first dimension the result has, or all do that have it."""
     equation, operands = args[0], tensors_in(args[1:])
     if not isinstance(equation, str):
         return []
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     result = result if arrow else "".join(letter for letter in inputs if inputs.count(letter) == 1)
-    kept = [term[:1] in result or term.startswith("...") for term in inputs.split(",")]
+    terms = inputs.split(",")
+    kept = [t[:1] in result or t.startswith("...") or all(t[:1] not in each[1:] for each in terms) for t in terms]
     return [tensor for tensor, keeps in zip(operands, kept, strict=False) if keeps]
 
 

@@ -289,6 +289,8 @@ def test_numbers_read_of_what_was_made_of_a_loaders_batch_are_warned_of() -> Non
         lambda w: w / w.sum(),
         lambda w: w.softmax(0),
         lambda w: w * w.max(),
+        lambda w: w / torch.linalg.norm(w),
+        lambda w: w / torch.einsum("i,i->", w, w),
         lambda w: w[torch.randperm(len(w))],
         lambda w: F.mse_loss(w, w * 0) * torch.ones(len(w)),
     ],
