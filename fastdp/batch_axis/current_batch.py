@@ -71,6 +71,12 @@ def tell_of_batches(function: Callable[[Any, int], None]) -> None:
     TELL.append(function)
 
 
+def tell(batch: Any, records: int) -> None:
+    """A loader hands out a batch."""
+    for function in TELL:
+        function(batch, records)
+
+
 def now() -> int:
     """A moment, later than all before."""
     return next(_MOMENTS)

@@ -190,8 +190,8 @@ RESHAPING_LABELS = _names(
 COMBINING_LABELS = _names(
     "bincount unique unique_consecutive histc histogram sum nansum mean nanmean std var std_mean var_mean amax amin "
     "aminmax max min prod median nanmedian mode quantile nanquantile kthvalue count_nonzero any all argmax argmin "
-    "argsort sort msort topk cumsum cumprod cummax cummin logcumsumexp diff norm linalg_norm linalg_vector_norm dist cov "
-    "logsumexp softmax softmin log_softmax"
+    "argsort sort msort topk cumsum cumprod cummax cummin logcumsumexp diff norm linalg_norm linalg_vector_norm dist "
+    "cov logsumexp softmax softmin log_softmax"
 )
 MULTIPLIED_BY_LABELS = _names("matmul mm mv dot vecdot __matmul__ __rmatmul__")  # whose rows the second one contracts
 PAIRED_WITH_LABELS = _names("linear bilinear cdist bmm inner outer ger pairwise_distance cosine_similarity kron")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from ..accounting import steps_per_epoch
 from ..accounting.participation import Participation
-from ..batch_axis.current_batch import ACTIVE, TELL, WAITING, PhysicalBatch, now
+from ..batch_axis.current_batch import ACTIVE, WAITING, PhysicalBatch, now, tell
 from ..batch_axis.row_groups import People
 from ..distributed.failure_signal import signals_failure
 from ..distributed.fingerprints import mark_of_records
@@ -153,8 +153,7 @@ class PoissonLoader:
         try:
             for batch, begin in self.ahead(mine):
                 begin()
-                for tell in TELL:
-                    tell(batch, ACTIVE[mine].size)
+                tell(batch, ACTIVE[mine].size)
                 _WATCHED[mine].give(batch, ACTIVE[mine].size, ACTIVE[mine].place)
                 yield batch
             finish(mine)

@@ -29,7 +29,7 @@ from .checkpointing import watch_region
 from .compile_stance import PLAINLY, CompiledModules
 from .forward_record import joined_error
 from .forward_threads import Turn
-from .loader_tracking import given_to_model, handed_out_in, read_in
+from .loader_tracking import given_to_model, handed_out_in, read_in, refuse_more_rows
 from .memory_budget import Block
 from .module_hooks import ModuleHook, numbered
 from .multiple_forwards import Given
@@ -215,6 +215,8 @@ class Forward(Engine):
         if unknown:
             self.reads.note(unknown, None)
         hand, one = self.backward.whose.in_hand, self.batching.size == 1
+        if hand is None:
+            refuse_more_rows(followed, self.batch, tensors)
         active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
 
     def _last_moment(self) -> Generation | None:

@@ -11,10 +11,18 @@ from torch import Tensor
 from ..batch_axis import current_batch, tensor_notes
 from ..batch_axis.generations import LOADERS, Generation
 from ..batch_axis.inputs import mark_of, nested_tensors
-from ..batch_axis.layout import Layout, generation_of, tag
+from ..batch_axis.layout import Layout, generation_of, tag, tag_of
+from ..errors import StepError
 from .backward import backwards
 from .loss_tracking import LossTracking, pause, start
 from .state import ENGINES
+
+_MORE_ROWS = (
+    "the loader handed out {records} records, the model was given a batch of {rows} rows made of them: each row would "
+    "be clipped on its own, so one record could move the sum by several times the clipping norm. One record must be "
+    "one row. For several views of a record, or rows of one, train with fastdp's own optimizers, which have "
+    "augmentations= and rows_per_sample=, or let the model take them as a further dimension, [records, views, ...]."
+)
 
 _LAST: list[Generation] = []  # of batches that loaders handed out
 _TRAINED = [0]  # backwards of all engines, when the last one was
@@ -30,7 +38,7 @@ def handed_out(batch: Any, size: int) -> None:
         _LAST[:] = [known for known in _LAST if known.alive]
     _TRAINED[0], _GIVEN[0] = backwards(), 0
     for tensor in nested_tensors(batch):
-        tensor.__dict__[tensor_notes.LOADED] = True
+        tensor.__dict__[tensor_notes.LOADED] = size
     engines = list(ENGINES)
     rows = all(engine.batching.dim == 0 and not engine.batching.folded for engine in engines)  # one for each sample
     if not engines or not rows or size <= 1:
@@ -59,6 +67,17 @@ def handed_out_in(found: LossTracking | None, batch: int) -> int:
     if found is None or found.batch != batch:
         return 0
     return found.moment.number if found.moment.owner is LOADERS else found.moment.before
+
+
+def refuse_more_rows(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> None:
+    """Raises StepError for a forward of more rows than a loader handed out records, if they are made of these."""
+    for tensor in tensors:
+        records = tensor.__dict__.get(tensor_notes.LOADED, batch) if tensor.dim() and tensor.size(0) == batch else batch
+        if found is not None and found.moment.owner is LOADERS and found.batch < batch:
+            layout = tag_of(tensor, found.batch)
+            records = found.batch if layout is not None and layout.rows == batch and not layout.mixed else records
+        if records < batch:
+            raise StepError(_MORE_ROWS.format(records=records, rows=batch))
 
 
 def read_in(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> tuple[str, str]:

@@ -32,7 +32,8 @@ def private(mode: str, engine: Any = None, **options: Any) -> tuple[Any, Any, An
         warnings.simplefilter("ignore")
         engine = engine or PrivacyEngine(accountant="rdp")
     net = options.pop("module", None) or model()
-    loader = DataLoader(options.pop("data", None) or data(), batch_size=options.pop("batch_size", 8))
+    records = options.pop("data", None) or data()
+    loader = options.pop("data_loader", None) or DataLoader(records, batch_size=options.pop("batch_size", 8))
     settings = {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "poisson_sampling": False, **options}
     optimizer = torch.optim.SGD(net.parameters(), lr=options.pop("lr", 1.0))
     settings.pop("lr", None)

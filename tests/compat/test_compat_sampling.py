@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import opacus.utils.uniform_sampler as theirs
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fastdp.compat.opacus import data_loader as ours
 from fastdp.compat.opacus.utils import uniform_sampler as mine
+from fastdp.compat.opacus.utils.batch_memory_manager import wrap_data_loader
 from fastdp.compat.opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
+from fastdp.errors import SampleMixingError, StepError
+
+from .compat_runs import private
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -115,3 +121,35 @@ def test_the_data_module_of_lightning_samples_by_its_generator():
 
     made = DPLightningDataModule(Data(), generator := torch.Generator()).train_dataloader()
     assert isinstance(made, ours.DPDataLoader) and made.batch_sampler.generator is generator
+
+
+def doubled(records):
+    rows = default_collate(records)
+    return torch.cat([rows, rows + 0.1])
+
+
+@pytest.mark.parametrize(
+    ("collate", "made", "error"),
+    [
+        (None, lambda x: x - x.mean(0), SampleMixingError),
+        (None, lambda x: 0.5 * x + 0.5 * x.flip(0), SampleMixingError),
+        (None, lambda x: torch.cat([x, x + 0.1]), StepError),
+        (doubled, lambda x: x, StepError),
+        (None, lambda x: x / x.norm(dim=1, keepdim=True), None),
+    ],
+)
+@pytest.mark.parametrize(("mode", "workers"), [("hooks", 0), ("hooks", 2), ("ghost", 0)])
+@pytest.mark.parametrize("parts", [False, True])
+def test_what_a_loop_makes_of_a_batch_is_followed(collate, made, error, mode, workers, parts):
+    """Opacus sees the model alone: records that the loop mixes before, or has in several rows, pass there."""
+    data = DataLoader(list(torch.randn(40, 3)), batch_size=10, collate_fn=collate, num_workers=workers)
+    _, module, optimizer, criterion, loader = private(mode, module=nn.Linear(3, 2), data_loader=data,
+                                                      poisson_sampling=True)  # fmt: skip
+    if parts:
+        loader = wrap_data_loader(data_loader=loader, max_batch_size=6, optimizer=optimizer)
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        for x in (batch for _ in range(3) for batch in loader if len(batch) > 1):
+            rows = made(x)
+            optimizer.zero_grad()
+            criterion(module(rows), torch.zeros(len(rows), dtype=torch.long)).backward()
+            optimizer.step()

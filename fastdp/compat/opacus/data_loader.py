@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from opacus import data_loader as theirs
 from opacus.data_loader import dtype_safe, logger, shape_safe, switch_generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from ...batch_axis import current_batch
 from ...data.batched_datasets import nothing
 from ...data.collate_mixing import Trials
 from ...data.empty_batches import options_of
@@ -92,6 +95,16 @@ class DPDataLoader(DataLoader[Any]):
         collate = CollateFnWithEmpty(collate_fn or default_collate, batch_first, rand_on_empty)
         collate.dataset = dataset
         super().__init__(dataset=dataset, batch_sampler=sampler, collate_fn=collate, generator=generator, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """What a loop makes of a batch is followed: the sampler notes how many records it is of."""
+        sizes: deque[int] | None = None
+        for batch in super().__iter__():
+            if sizes is None:  # a sampler of another kind notes nothing
+                sizes = getattr(self.batch_sampler, "sizes", deque())
+            if sizes:
+                current_batch.tell(batch, sizes.popleft())
+            yield batch
 
     @classmethod
     def from_data_loader(

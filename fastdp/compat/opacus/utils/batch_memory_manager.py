@@ -11,6 +11,7 @@ from typing import Any
 from opacus.utils import batch_memory_manager as theirs
 from torch.utils.data import DataLoader
 
+from ....batch_axis import current_batch
 from ....data.empty_batches import options_of
 
 __all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
@@ -42,12 +43,12 @@ class BatchSplittingSampler(theirs.BatchSplittingSampler):  # type: ignore[misc]
 class _Noting(BatchSplittingSampler):
     """Notes what each part is, for the loader to tell when it hands the part out."""
 
-    pending: deque[tuple[bool, bool]]
+    pending: deque[tuple[bool, bool, int]]
 
     def __iter__(self) -> Iterator[list[int]]:
         pending = self.pending = deque()  # a queue of its own for every pass
         for part, first, last in self.parts():
-            pending.append((first, last))
+            pending.append((first, last, len(part)))
             yield part
 
 
@@ -61,11 +62,11 @@ class _SplitLoader(DataLoader[Any]):
     optimizer: Any
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        pending: deque[tuple[bool, bool]] | None = None
+        pending: deque[tuple[bool, bool, int]] | None = None
         for batch in super().__iter__():
             if pending is None:
                 pending = self.batch_sampler.pending  # type: ignore[union-attr]
-            first, last = pending.popleft()
+            first, last, size = pending.popleft()
             self.optimizer._step_skip_queue.clear()
             if first and self.optimizer._is_last_step_skipped:
                 warnings.warn(
@@ -74,6 +75,7 @@ class _SplitLoader(DataLoader[Any]):
                 self.optimizer._is_last_step_skipped = False
                 self.optimizer.zero_grad()
             self.optimizer.signal_skip_step(do_skip=not last)
+            current_batch.tell(batch, size)
             yield batch
 
 

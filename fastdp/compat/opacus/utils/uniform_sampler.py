@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,12 @@ def _steps(sample_rate: Any, steps: int | None) -> int:
     return whole(1 / sample_rate) if steps is None else steps
 
 
+def noted(sizes: deque[int], chosen: Any) -> Any:
+    """A list of indices, whose number is noted for the loader that hands out their records."""
+    sizes.append(len(chosen))
+    return chosen
+
+
 class UniformWithReplacementSampler(theirs.UniformWithReplacementSampler):  # type: ignore[misc]
     """Lists of indices, each record in each list with probability sample_rate, independently.
 
@@ -73,8 +80,9 @@ class UniformWithReplacementSampler(theirs.UniformWithReplacementSampler):  # ty
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
 
     def __iter__(self) -> Iterator[list[int]]:
+        sizes = self.sizes = deque[int]()  # of this pass
         for _ in range(self.steps):
-            yield _drawn(self.num_samples, self.sample_rate, self.generator).tolist()
+            yield noted(sizes, _drawn(self.num_samples, self.sample_rate, self.generator).tolist())
 
 
 class DistributedUniformWithReplacementSampler(theirs.DistributedUniformWithReplacementSampler):  # type: ignore[misc]
@@ -88,6 +96,7 @@ class DistributedUniformWithReplacementSampler(theirs.DistributedUniformWithRepl
         super().__init__(sample_rate=sample_rate, steps=_steps(sample_rate, steps), **options)
 
     def __iter__(self) -> Iterator[Tensor]:
+        sizes = self.sizes = deque[int]()  # of this pass
         order = torch.arange(self.total_size)
         if self.shuffle:
             order = torch.randperm(
@@ -97,4 +106,4 @@ class DistributedUniformWithReplacementSampler(theirs.DistributedUniformWithRepl
         mine[order[self.rank :: self.num_replicas]] = True
         for _ in range(self.num_batches):
             drawn = _drawn(self.total_size, self.sample_rate, self.generator)
-            yield drawn[mine[drawn]]
+            yield noted(sizes, drawn[mine[drawn]])
