@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
 from fastdp.batch_axis import current_batch
-from fastdp.engine import later_copies
+from fastdp.engine import later_copies, loss_tracking
 
 from .compiled_models import fresh  # noqa: F401  (a fixture)
 from .data.skipping import silent  # noqa: F401  (a fixture)
@@ -74,6 +74,7 @@ def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     collected."""
     current_batch.ACTIVE.clear()
     later_copies.forget()
+    loss_tracking.stop()
     seed = zlib.crc32(request.node.nodeid.encode())
     draw = random.Random(seed)
     random.seed(seed)
