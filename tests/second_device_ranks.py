@@ -14,7 +14,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fastdp
+from fastdp.batch_axis.deferred_checks import DeferredCheck
 from fastdp.distributed import world
+from fastdp.optim.clipped_sums import Sums
+from fastdp.optim.distributed_step import reduce_sums
 
 from .second_device_syncs import waits_of
 
@@ -92,3 +95,31 @@ def check_ranks() -> None:
         for in_parts in (False, True):
             assert _waits(in_parts) == 0
             assert _waits(in_parts, clipping="adaptive", count_noise=1.0) == 1
+        _check_withheld()
+
+
+class _Doubtful(Sums):
+    """Sums of which a device knows whether processes have the same."""
+
+    def __init__(self, differ: bool) -> None:
+        self.check = DeferredCheck(torch.tensor(differ).to("stub:0"), "", "other sums")
+
+    def settled(self, sums: Any) -> Any:
+        return sums, [self.check]
+
+
+class _Equal:
+    """A world whose processes have nothing to add."""
+
+    speaks = False
+    agree = staticmethod(lambda said, records: records)
+    sums = staticmethod(lambda reduction, group: reduction.run(group))
+
+
+def _check_withheld() -> None:
+    """Sums that are refused a step later are nothing in this one."""
+    for differ in (False, True):
+        held, later, world = _Doubtful(differ), list[DeferredCheck](), _Equal()
+        found, *_ = reduce_sums(world, held, {0: torch.ones(3).to("stub:0")}, 0, 4, {}, later.extend)  # type: ignore
+        assert bool(found[0].cpu().any()) is not differ
+        assert later == [held.check]
