@@ -63,6 +63,8 @@ class Noise:
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
         self.step = 0
+        self.saved_at: tuple[int, int] | None = None  # by a run's state: its step, and what it is here
+        self.loaded_at = -1  # the step of a key that was loaded
         self._new_key()
 
     def _new_key(self) -> None:

@@ -19,6 +19,10 @@ from ..errors import StepError
 from . import moment_checks
 from .private_step import PrivateStep
 
+_OTHER_MOMENT = (
+    "noise_state() is of noised step {noise}, state_dict() of step {state}: noise that was drawn for other sums would be "
+    "drawn again. Save both at the same moment, or leave load_noise_state out."
+)
 _QUANTILE = "quantile"  # of adaptive clipping: its settings; where it is now is the clipping norm
 
 
@@ -106,7 +110,8 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
         history, lost = ([run_of(*run) for run in runs] for runs in (state["history"], state.get("lost", ())))
         noise_multiplier, dropped = finite(state["noise_multiplier"]), whole(state["dropped"])
         seeded = state["seed"] == privacy.noise.seed is not None
-        step = whole(state["noise_step"]) if seeded else privacy.noise.step
+        saved_at = whole(state["noise_step"])
+        step = saved_at if seeded else privacy.noise.step
         kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
         clipping, grouped = privacy.clipping, state.get("grouped")
         if not (grouped is None or isinstance(grouped, bool)):
@@ -127,10 +132,13 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
             said = [*said, text]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
+    if privacy.noise.loaded_at == privacy.noise.step != saved_at:
+        raise StepError(_OTHER_MOMENT.format(noise=privacy.noise.step, state=saved_at))
     for text in said:
         _warn(text)
 
     def take_up() -> None:
+        privacy.noise.saved_at = saved_at, step
         privacy.clipping, privacy.noise_multiplier, privacy.noise.step = clipping, noise_multiplier, step
         privacy.set_dropped(dropped)
         privacy.ledger.draws.take_up(draws)
@@ -141,6 +149,19 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
         privacy.discard()
 
     return take_up
+
+
+def load_noise(privacy: PrivateStep, state: Any) -> None:
+    """Load a `noise_state()`. Raises StepError if it is none, or of another moment than the state that was loaded."""
+    if not isinstance(state, dict) or not {"key", "step"} <= state.keys():
+        raise StepError("this is no noise_state() of a fastdp optimizer")
+    noise, mechanism = privacy.noise, privacy.mechanism
+    if noise.saved_at is not None and noise.saved_at[1] == noise.step and noise.saved_at[0] != state["step"]:
+        raise StepError(_OTHER_MOMENT.format(noise=state["step"], state=noise.saved_at[0]))
+    if mechanism is not None and (problem := mechanism.problem_of(state["key"], state["step"], True)):
+        raise StepError(problem)
+    noise.restore(state["key"], state["step"])
+    noise.loaded_at, noise.saved_at = noise.step, None
 
 
 def spent_in(carried: dict[str, Any] | None) -> History:

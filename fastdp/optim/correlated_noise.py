@@ -32,6 +32,13 @@ _LOADERS = (
 )
 
 
+_DRAWN = (
+    "load_noise_state: normals of this key were drawn for steps that the loaded state does not hold, as epsilon() or the "
+    "ledger file knows. Drawn again in another block, they would take the noise off these steps. Load the last state, or "
+    "leave load_noise_state out: correlated noise then begins anew, with a new key."
+)
+
+
 class Strategy(Protocol):
     """What this needs of a strategy of `fastdp.mechanisms`."""
 
@@ -74,6 +81,7 @@ class Blocks:
         self.strategy, self.all = strategy, dict[str, Block]()
         self._fits: Participation | None = None
         self.running: _Running | None = None
+        self.behind = False  # more steps than the running block's were made of its normals, and are not to be had
         self.records = 0.0  # of the dataset, as far as the loader tells
 
     @property
@@ -111,7 +119,13 @@ class Blocks:
         follows = (now.place[2] - old.place[2] - 1) % promise.period == 0
         if promise.kind == "separated":  # another pass within a cycle has another deal
             follows = follows and (now.place[1] == old.place[1] or now.place[2] % promise.period == 0)
-        return self.last.steps if follows and number == old.drawn[1] + self.last.steps else 0
+        return self.last.steps if follows and not self.behind and number == old.drawn[1] + self.last.steps else 0
+
+    def problem_of(self, key: bytes, number: int, loaded: bool) -> str:
+        """What is wrong with drawing this normal next, in a block of its own. loaded: the key was."""
+        if self.running is None or self.running.drawn[0] != mark("noise", key):
+            return ""
+        return _DRAWN if (loaded and self.behind) or number < self.running.drawn[1] + self.last.steps else ""
 
     def block(self, now: _Running, step: int, promise: Participation, run: str) -> Block:
         """The block as it is with this step of it. run: of its name, which is the same on all ranks that share it."""
@@ -124,7 +138,7 @@ class Blocks:
         if block.name in self.all:
             assert self.running is not None
             now.drawn = self.running.drawn
-        self.all[block.name], self.running = block, now
+        self.all[block.name], self.running, self.behind = block, now, False
 
     def facts(self, epsilon: float, delta: float, accountant: str) -> dict[str, Any]:
         """Return what the privacy card tells."""
@@ -136,7 +150,7 @@ class Blocks:
             known = self.all.get(block.name)
             if known is None or known.steps < block.steps:
                 self.all[block.name] = block if known is None else known._replace(steps=block.steps)
-                self.running = None
+                self.behind = self.running is not None
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. The running block goes on only if the noise does (`load_noise_state`)."""
@@ -159,13 +173,14 @@ class Blocks:
             )  # fmt: skip
 
         def take_up() -> None:
-            mine = {
+            more = {
                 name: found.get(name, own)._replace(steps=own.steps)
                 for name, own in self.all.items()
                 if own.steps > getattr(found.get(name), "steps", 0)
             }
-            self.running = None if mine or not found else running
-            self.all = {**mine, **found} if self.running else {**found, **mine}
+            others = {name: block for name, block in more.items() if name not in found}
+            self.all = {**others, **found, **more}  # the running one is the last
+            self.running, self.behind = running if found else None, bool(more)
 
         return take_up
 
@@ -245,6 +260,10 @@ class CorrelatedStep(PrivateStep):
                 "a step was made on this very sample before, and samples drawn anew are what is accounted for: make a "
                 "new loader without seed=, or go on with the old one from where it is"
             )
+        loaded = self.noise.loaded_at == self.noise.step
+        if not step and (problem := self.mechanism.problem_of(self.noise.key, self.noise.step, loaded)):
+            self.discard()
+            raise StepError(problem)
         own, earlier = self.mechanism.strategy.noise_row(step)
         self.ledger.block = self.mechanism.name, block
         release = super().release()

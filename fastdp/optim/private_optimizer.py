@@ -278,10 +278,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Draw the noise of the run from which the state comes, starting at the step of the state.
 
         Only to repeat the same steps on the same data: the same noise on two different sums reveals their difference.
+        Raises StepError if it is of another moment than the `state_dict()` that was loaded.
         """
-        if not isinstance(state, dict) or not {"key", "step"} <= state.keys():
-            raise StepError("this is no noise_state() of a fastdp optimizer")
-        self._attached().noise.restore(state["key"], state["step"])
+        checkpoint.load_noise(self._attached(), state)
 
     def explain(self, profile: bool = False) -> str:
         """Return the plan of the last backward as text.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -103,3 +104,47 @@ def test_without_the_key_the_noise_is_new():
         outcomes.append(train(again, other, resumed, 1)[0][0])
     assert torch.equal(outcomes[2], whole[2])
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(outcomes, 2))
+
+
+@pytest.mark.parametrize("key_first", [False, True])
+def test_a_key_of_another_moment_is_refused(key_first):
+    """It would draw noise again that was drawn for other sums."""
+    optimizer = optimizer_of(model := model_of())
+    early = optimizer.noise_state()
+    _, (_, _, state, noise) = train(model, loader_of(), optimizer, 1, 2)
+    resumed = optimizer_of(model_of())
+    loads = [lambda: resumed.load_state_dict(state), lambda: resumed.load_noise_state(early)]
+    with pytest.raises(StepError, match=r"of noised step 0, state_dict\(\) of step 2"):
+        for load in reversed(loads) if key_first else loads:
+            load()
+    if not key_first:
+        resumed.load_noise_state(noise)
+        assert resumed.noise_state() == noise
+
+
+@pytest.mark.parametrize("key_first", [False, True])
+@pytest.mark.parametrize("ledger", [False, True])
+def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first, tmp_path):
+    """The new block's first sum would get a normal alone that the old block's has with others: the rest is no secret."""
+    make = lambda: fastdp.DPSGD(model, lr=0.1, noise_multiplier=4.0, noise=fastdp.mechanisms.Lambda(0.9),
+                                ledger=tmp_path / "steps" if ledger else None)  # fmt: skip
+    loader = fastdp.mechanisms.fixed_order_loader(TensorDataset(data(36)), batch_size=6)
+    model = model_of()
+    optimizer = make()
+    _, (_, place, state, noise) = train(model, loader, optimizer, 1, 2)
+    if ledger:
+        optimizer.detach()
+        optimizer = make()
+    loader.load_state_dict(place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if key_first:
+            optimizer.load_noise_state(noise)
+        optimizer.load_state_dict(state)
+        with pytest.raises(StepError, match="take the noise off"):
+            if not key_first:
+                optimizer.load_noise_state(noise)
+            train(model, loader, optimizer, 1)
+        if not key_first:  # refused before anything was changed
+            train(model, loader, optimizer, 1)
+            assert [block.steps for block in optimizer._privacy.mechanism.all.values()] == [STEPS, STEPS - 2]
