@@ -20,8 +20,8 @@ from . import moment_checks
 from .private_step import PrivateStep
 
 _OTHER_MOMENT = (
-    "noise_state() is of noised step {noise}, state_dict() of step {state}: noise that was drawn for other sums would be "
-    "drawn again. Save both at the same moment, or leave load_noise_state out."
+    "noise_state() is of noised step {noise}, state_dict() of step {state}: noise that was drawn for other sums would "
+    "be drawn again. Save both at the same moment, or leave load_noise_state out."
 )
 _QUANTILE = "quantile"  # of adaptive clipping: its settings; where it is now is the clipping norm
 

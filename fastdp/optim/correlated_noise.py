@@ -33,9 +33,9 @@ _LOADERS = (
 
 
 _DRAWN = (
-    "load_noise_state: normals of this key were drawn for steps that the loaded state does not hold, as epsilon() or the "
-    "ledger file knows. Drawn again in another block, they would take the noise off these steps. Load the last state, or "
-    "leave load_noise_state out: correlated noise then begins anew, with a new key."
+    "load_noise_state: normals of this key were drawn for steps that the loaded state does not hold, as this optimizer "
+    "or the ledger file knows. Drawn again in another block, they would take the noise off these steps. Load the last "
+    "state, or leave load_noise_state out: correlated noise then begins anew, with a new key."
 )
 
 

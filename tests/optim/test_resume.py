@@ -125,7 +125,7 @@ def test_a_key_of_another_moment_is_refused(key_first):
 @pytest.mark.parametrize("key_first", [False, True])
 @pytest.mark.parametrize("ledger", [False, True])
 def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first, tmp_path):
-    """The new block's first sum would get a normal alone that the old block's has with others: the rest is no secret."""
+    """The first sum of the new block would get a normal alone that the old block's has with others."""
     make = lambda: fastdp.DPSGD(model, lr=0.1, noise_multiplier=4.0, noise=fastdp.mechanisms.Lambda(0.9),
                                 ledger=tmp_path / "steps" if ledger else None)  # fmt: skip
     loader = fastdp.mechanisms.fixed_order_loader(TensorDataset(data(36)), batch_size=6)
@@ -138,12 +138,10 @@ def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first,
     loader.load_state_dict(place)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if key_first:
-            optimizer.load_noise_state(noise)
-        optimizer.load_state_dict(state)
+        loads = [lambda: optimizer.load_state_dict(state), lambda: optimizer.load_noise_state(noise)]
         with pytest.raises(StepError, match="take the noise off"):
-            if not key_first:
-                optimizer.load_noise_state(noise)
+            for load in reversed(loads) if key_first else loads:
+                load()
             train(model, loader, optimizer, 1)
         if not key_first:  # refused before anything was changed
             train(model, loader, optimizer, 1)
