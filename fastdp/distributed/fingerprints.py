@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,17 +100,30 @@ def _look(dataset: Any, places: list[int]) -> str:
 
 
 def _known(value: Any) -> Any:
-    """What can be compared of a record."""
+    """What can be compared of a record. Raises TypeError if that is not known of a value."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy() if not value.is_sparse else None
-    if isinstance(value, np.ndarray):
+        if value.layout != torch.strided:
+            value = value.coalesce()
+            return tuple(value.shape), _known(value.indices()), _known(value.values())
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            return value.shape, [_known(item) for item in np.asarray(value).flat]
         return value.shape, value.dtype.str, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
     if isinstance(value, Mapping):
         return [(str(key), _known(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return [_known(item) for item in value]
-    return value if isinstance(value, str | bytes | int | float | None) else type(value).__name__
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_known(item)) for item in value)
+    if isinstance(
+        value, str | bytes | int | float | complex | None | datetime.date | datetime.time | datetime.timedelta
+    ):
+        return value
+    if callable(bits := getattr(value, "tobytes", None)):  # an image
+        return type(value).__name__, getattr(value, "size", None), hashlib.sha256(bits()).hexdigest()
+    return type(value).__name__, _known(vars(value))
 
 
 @contextlib.contextmanager

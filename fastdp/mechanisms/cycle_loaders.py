@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,17 @@ class CycleLoader(PoissonLoader):
             "amplification by it: an optimizer with noise=fastdp.mechanisms.Bisr(4), say, accounts for what the "
             "loader's participation says, and tree_epsilon and tree_noise_multiplier for DPFTRL on a fixed order"
         )
+
+    def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
+        """As of a PoissonLoader. Records that are others than before, or in another order, take part otherwise."""
+        if self.sampler.records is not None and (now := _mark_of(self.dataset)) != self.sampler.records:
+            self.sampler.of(now)
+            warnings.warn(
+                f"the records of this {self.made_by} are others than before, or in another order: correlated noise "
+                "begins anew with them. Leave the data as they are",
+                stacklevel=4,
+            )
+        return super().ahead(mine)
 
     def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
         """The same as of a PoissonLoader, and a mark of the order or deal, by which `load_state_dict` tells another."""
@@ -102,7 +113,7 @@ def ftrl_loader(
     Args:
         data: a dataset, or a DataLoader, whose dataset, collate_fn, workers and batch_size are used. One that
             shuffles is refused, since it draws another order for every pass. A number must mean the same record in
-            every pass and every process: that the dataset itself is shuffled in between is not seen. An
+            every pass and every process: of a map-style dataset, each pass looks at a few records. An
             IterableDataset is read in its order, from its beginning in each pass, without workers.
         batch_size: the number of records of a batch. It defaults to the batch_size of a DataLoader.
         order: the numbers of the records in the order of training, each at most once. By default, that of the dataset.

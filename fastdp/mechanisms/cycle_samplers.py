@@ -37,7 +37,8 @@ class CycleSampler(PoissonSampler):
 
     kind: str  # as of a Participation
     more: tuple[int, ...] = ()  # that the batches depend on
-    whose = ""  # a mark of the records; of this sampler, if they are not known
+    records: str | None = None  # a mark of them; None: they are not known
+    whose = ""  # that mark, or one of this sampler
 
     def __init__(
         self, order: Numbers, batch_size: float, period: int, steps: int, limit: int | None, seed: int | None
@@ -52,7 +53,7 @@ class CycleSampler(PoissonSampler):
 
     def of(self, records: str | None) -> None:
         """The numbers are of these records, by a mark; None: which ones cannot be told, so no other loader has them."""
-        self.whose = f" of {records}" if records else f"|{secrets.token_hex(8)}"
+        self.records, self.whose = records, f" of {records}" if records else f"|{secrets.token_hex(8)}"
 
     def _promise(self, of: str, **changes: Any) -> Participation:
         return Participation(self.kind, self.period, self.period, mark=of + self.whose)._replace(**changes)

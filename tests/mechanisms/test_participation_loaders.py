@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
@@ -332,3 +334,54 @@ def test_dpftrl_trains_on_a_fixed_order_of_groups_of_one() -> None:
     for _ in range(2):
         train(optimizer, model, loader)
     assert [tree.steps for tree in optimizer.trees] == [6, 6]
+
+
+@dataclasses.dataclass
+class Pair:
+    """A record of a type of its own."""
+
+    number: int
+    of: Any
+
+
+class Image:
+    """As PIL's: its numbers are in no attribute."""
+
+    __slots__ = ("number",)
+    size = (1, 1)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def tobytes(self) -> bytes:
+        return bytes([self.number])
+
+
+RECORDS: dict[str, Callable[[int], Any]] = {
+    "numbers": int, "numpy's": np.float32, "objects": lambda n: np.array([n, str(n)], dtype=object),
+    "a dataclass": lambda n: Pair(0, [n]), "an image": Image, "sets": lambda n: {n, -n}, "complex": lambda n: 1j * n,
+    "sparse": lambda n: torch.eye(N)[n].to_sparse(), "dates": lambda n: np.datetime64(n, "D"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_in_another_order_are_others(kind: str) -> None:
+    """In another loader, and in the same one from pass to pass."""
+    records = list(map(RECORDS[kind], range(N)))
+    make = lambda records: ftrl_loader(records, batch_size=5, collate_fn=len)
+    loader = make(records)
+    before = loader.participation
+    assert make(list(records)).participation == before != make(records[::-1]).participation
+    list(loader)
+    assert loader.participation == before
+    records.reverse()
+    with pytest.warns(UserWarning, match="in another order"):
+        list(loader)
+    assert loader.participation == make(records).participation != before
+
+
+def test_records_of_which_nothing_is_known_are_of_no_other_loader() -> None:
+    """Of objects without attributes nothing can be compared."""
+    records = [object() for _ in range(N)]
+    one, other = (ftrl_loader(records, batch_size=5, collate_fn=len).participation for _ in range(2))
+    assert one != other
