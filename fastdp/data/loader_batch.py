@@ -18,6 +18,10 @@ class LoaderBatch:
         self.seeded = False  # batches of it were drawn by a seed
         self.stands_in = False  # what the model is given now is no batch
 
+    def follows(self, other: LoaderBatch) -> bool:
+        """Whether both train on one loader."""
+        return self._loader is not None and self._loader == other._loader
+
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
         """Within it the model is given a record in the place of a batch without any, and nothing of it is summed: of a

@@ -46,8 +46,9 @@ class Encoder:
 
     @property
     def mark(self) -> str:
-        """A name of the strategy and its settings: runs with the same one add the same noise to the same normals."""
-        return repr(self)
+        """A name of the strategy and its settings: runs with the same one add the same noise to the same normals. One of
+        another package is like no other."""
+        return repr(self) if type(self).__module__.startswith("fastdp.") else f"{self!r} {id(self)}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Encoder) and self.mark == other.mark

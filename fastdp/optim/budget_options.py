@@ -13,6 +13,7 @@ from ..accounting.participation import Block
 from ..data.loader import PoissonLoader
 from ..errors import AccountingError
 from .correlated_noise import BlocksBudget, check_strategy
+from .optimizer_replacement import uncounted
 
 OF_BUDGET = ("target_epsilon", "delta", "epochs", "steps", "loader")
 _NEEDED = "give noise_multiplier=, or target_epsilon= with loader= (or sample_rate=) and epochs= (or steps=)"
@@ -107,10 +108,7 @@ def _of_blocks(options: dict[str, Any], given: dict[str, Any], owner: str, spent
     if promise is None:
         raise TypeError(f"{owner}: target_epsilon= with noise= needs loader=, one of fastdp.mechanisms, not {loader!r}")
     if spent:
-        raise AccountingError(
-            "the budget cannot be kept: steps that the model's optimizer has made cannot be counted with correlated "
-            "noise. Give noise_multiplier=, and add up both epsilons; or detach() it before, if it had other data"
-        )
+        raise uncounted("with correlated noise")
     delta = default_delta(loader.sampler.size) if delta is None else delta
     if problem := delta_problem(delta, loader.sampler.size, "sample"):
         raise ValueError(f"{problem}. Leave delta= out for {default_delta(loader.sampler.size):g}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -185,6 +187,9 @@ class Blocks:
         return take_up
 
 
+_RUNS: weakref.WeakSet[CorrelatedStep] = weakref.WeakSet()
+
+
 class CorrelatedStep(PrivateStep):
     """The privacy state of a run with correlated noise."""
 
@@ -196,6 +201,7 @@ class CorrelatedStep(PrivateStep):
             raise AccountingError(f"sample_rate= with noise=: the loader says who is in a batch. {_LOADERS}")
         self.mechanism, self._in_file = Blocks(noise), options.get("ledger") is not None
         self._now: tuple[_Running, Block] | None = None  # of the step that is made
+        _RUNS.add(self)
         super().__init__(model, params, **options)
         written = [block for name, block in self.ledger.blocks if name == self.mechanism.name]
         if count_steps(self.ledger.written) > sum(block.steps for block in written):
@@ -324,13 +330,26 @@ class CorrelatedStep(PrivateStep):
         if sum(run[2] for run in self.ledger.spent) > sum(block.steps for block in blocks.all.values()):
             raise AccountingError("the history holds steps of which it is not known what block of noise they are of")
         self.ledger.asked = delta, None
+        others = [run for run in _RUNS if run is not self and run.ledger.begun and run.loader_batch.follows(self.loader_batch)]
+        if others:
+            warnings.warn(
+                f"{len(others)} other private optimizer(s) have stepped on batches of the same loader, and each is "
+                "counted by itself. If more than this one's weights are kept, shown or chosen by, what holds is the sum "
+                "of their epsilons, at the sum of their deltas",
+                stacklevel=4,
+            )
         return self._spent(list(blocks.all.values()), delta)
 
 
 def check_strategy(noise: Any) -> None:
-    """Raises TypeError unless this is a strategy."""
+    """Raises TypeError unless this is a strategy of `fastdp.mechanisms`: what others' rows are, no accountant knows."""
     if isinstance(noise, type) or not all(callable(getattr(noise, name, None)) for name in ("noise_row", "epsilon")):
         raise TypeError(f"noise= takes a strategy of fastdp.mechanisms, as Bisr(bands=4), not {noise!r}")
+    if not type(noise).__module__.startswith("fastdp."):
+        raise TypeError(
+            f"noise= takes a strategy of fastdp.mechanisms, not {type(noise).__name__}: give one of your own as a "
+            "matrix, fastdp.mechanisms.Matrix(strategy.rows(steps of the run))"
+        )
 
 
 class BlocksBudget(Budget):

@@ -65,10 +65,25 @@ def made(model: nn.Module, name: str, make: Callable[[], PrivateStep]) -> Privat
     return privacy
 
 
-def spent_before(model: nn.Module) -> History:
-    """The steps of the model's optimizer that would count in that of another one, made now."""
+def spent_before(model: nn.Module, target_epsilon: float | None) -> History:
+    """The steps of the model's optimizer that would count in that of another one, made now.
+
+    Raises AccountingError for a budget if they cannot be counted.
+    """
     former, _ = _former_of(model)
-    return [] if former is None or former.mechanism is not None else former.ledger.draws.accounted(former.ledger.spent)
+    if former is None or target_epsilon is None or not former.ledger.spent:
+        return []
+    if former.mechanism is not None:
+        raise uncounted(f"with {former.mechanism.name}")
+    return former.ledger.draws.accounted(former.ledger.spent)
+
+
+def uncounted(how: str) -> AccountingError:
+    """Steps of two kinds are no one budget's."""
+    return AccountingError(
+        f"the budget cannot be kept: steps that the model's optimizer has made cannot be counted {how}. Give "
+        "noise_multiplier=, and add up both epsilons; or detach() it before, if it had other data"
+    )
 
 
 def _former_of(model: nn.Module) -> tuple[PrivateStep | None, str]:

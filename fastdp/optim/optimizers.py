@@ -43,7 +43,7 @@ class _Constructed(PrivateOptimizer):
     def _make(self, model: nn.Module, lr: Any = None, params: Iterable[Any] | None = None, **options: Any) -> None:
         """What `__init__` does with what it was given."""
         take_norms(options.pop("norms", "exact"))
-        budget = take_budget(options, type(self).__name__, spent_before(model))
+        budget = take_budget(options, type(self).__name__, spent_before(model, options.get("target_epsilon")))
         take_views(options, options.get("loss_reduction", "mean"))
         private = {name: options.pop(name) for name in OF_PRIVACY if name in options}
         if lr is not None:

@@ -157,7 +157,7 @@ def privatize(
         "steps": steps, "loader": loader, "sample_rate": sample_rate, "accountant": accountant,
         "expected_batch_size": expected_batch_size, "noise": noise,
     }  # fmt: skip
-    spent = [] if target_epsilon is None else [*spent_before(model), *checkpoint.spent_in(carried)]
+    spent = [] if target_epsilon is None else [*spent_before(model, target_epsilon), *checkpoint.spent_in(carried)]
     budget = take_budget(planned, "privatize", spent)
     given["noise"] = planned.pop("noise")
 
