@@ -227,9 +227,10 @@ class Ledger:
     def warn(self, stacklevel: int = 3) -> None:
         """Say what epsilon is not of."""
         if elsewhere := self.elsewhere:
-            lost = any(each._lost for each in (self, *self._others.values()))
+            every = (self, *self._others.values())
+            lost = any(each._lost or each.block for each in every)
             of_both = "or accounting.epsilon_of([*first.history, *second.history], delta)"
-            remedy = "which holds the steps of a ledger file, too" if lost else of_both
+            remedy = "which holds the steps of a ledger file, and blocks of noise, too" if lost else of_both
             warnings.warn(
                 f"{elsewhere} noised step(s) were made on this model's parameters by another private optimizer, "
                 "and epsilon is of the steps of this one only. Where the data were the same, add them: load "

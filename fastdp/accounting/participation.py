@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from ..errors import AccountingError
+
 KINDS = ("fixed order", "separated", "cyclic Poisson", "balls in bins")
 
 
@@ -27,6 +29,19 @@ class Participation(NamedTuple):
     separation: int
     rate: float = 1.0
     mark: str = ""
+
+
+def check_participation(part: Participation) -> None:
+    """Raises AccountingError if it is none."""
+    if part.kind not in KINDS:
+        raise AccountingError(
+            f"no accounting is known for the participation {part.kind!r}, only for {', '.join(KINDS)}"
+        )
+    for name, value in (("period", part.period), ("separation", part.separation)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise AccountingError(f"the {name} of a participation must be a whole number of at least 1, not {value!r}")
+    if not 0 < part.rate <= 1:
+        raise AccountingError(f"the rate of a participation must lie in (0, 1], not {part.rate!r}")
 
 
 class Block(NamedTuple):

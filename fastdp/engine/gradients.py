@@ -345,4 +345,7 @@ def _memory(parameter: Tensor, uses: list[ParameterUse]) -> Tensor:
 def add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
     """Add tensors by key."""
     for key, value in more.items():
-        total[key] = total[key].add_(value) if key in total else value
+        if key in total:
+            total[key].add_(value)
+        else:  # one that is expanded has elements in one place
+            total[key] = value.contiguous() if 0 in value.stride() else value

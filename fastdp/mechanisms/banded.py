@@ -51,15 +51,13 @@ class Banded(Toeplitz, Strategy):
         draws: int = MOST_DRAWS,
         coefficients: Sequence[float] | None = None,
     ) -> None:
-        whole("bands", bands)
-        whole("draws", draws)
+        bands, draws = whole("bands", bands), whole("draws", draws)
         if draws > MOST_DRAWS:
             raise ValueError(f"draws must be at most {MOST_DRAWS}, not {draws}: a step's time grows with them")
         if (steps is None) == (coefficients is None):
             raise ValueError("give either steps=, for which coefficients are chosen, or coefficients=")
         if coefficients is None:
-            assert steps is not None
-            whole("steps", steps)
+            steps = whole("steps", steps)
             found = best_coefficients(min(bands, steps), steps, participation, draws)
             found = np.round(found, 9)  # the same on machines whose last digits differ
         else:

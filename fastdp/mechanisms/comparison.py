@@ -148,15 +148,16 @@ def compare(
 
     Raises:
         AccountingError: if a strategy that is given does not fit the participation, or an argument is invalid.
+        TypeError: if the participation or a strategy is none.
         ValueError: if steps or epochs is out of range, or both or none of epochs and participation are given.
     """
-    whole("steps", steps)
-    participation = getattr(participation, "participation", participation)  # of a loader
+    steps, participation = whole("steps", steps), _participation_of(participation)
+    if wrong := [each for each in _listed(strategies) if not isinstance(each, Strategy)]:
+        raise TypeError(f"strategies= takes a list of strategies of fastdp.mechanisms, and {wrong[0]!r} is none")
     if (epochs is None) == (participation is None):
         raise ValueError("give either epochs= or participation=")
     if participation is None:
-        whole("epochs", epochs)
-        assert epochs is not None
+        epochs = whole("epochs", epochs)
         if epochs > steps:
             raise ValueError(f"{epochs} epochs of {steps} steps in all: an epoch has a step at least")
         period = -(-steps // epochs)
@@ -185,9 +186,21 @@ def compare(
             rows += _smallest(row(Banded(number, steps=steps), participation) for number in bands)
         else:
             strategies = _suited(steps, participation, momentum)
-    rows += [row(strategy, participation) for strategy in strategies or ()]
+    rows += [row(strategy, participation) for strategy in _listed(strategies)]
     rows.sort(key=lambda found: found.error)
     return Comparison(steps, target_epsilon, delta, tuple(rows), momentum)
+
+
+def _participation_of(given: Any) -> Participation | None:
+    """As given, or of a loader."""
+    found = getattr(given, "participation", given)
+    if found is None and given is not None or not isinstance(found, Participation | None):
+        raise TypeError(f"participation= takes a Participation or a loader of fastdp.mechanisms, not {given!r}")
+    return found
+
+
+def _listed(strategies: Any) -> list[Any]:
+    return [strategies] if isinstance(strategies, Strategy | str) else list(strategies or ())
 
 
 def _smallest(rows: Iterable[Row]) -> list[Row]:
@@ -208,7 +221,7 @@ def _suited(steps: int, participation: Participation, momentum: float) -> list[S
         [Bisr(number, momentum=of) for of in {0.0, momentum} for number in bands],
         [Banded(number, steps=steps, participation=participation) for number in bands],
     )
-    best = [min(kind, key=cost) for kind in kinds]
+    best = [min(kind, key=cost) for kind in kinds if kind]
     return [Independent(), TreeAggregation(), Lambda(round(1 - math.exp(found.x), 4)), *best]
 
 

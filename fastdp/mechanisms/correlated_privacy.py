@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from scipy.special import log_ndtr
 
 from ..accounting import History, epsilon_by, epsilon_of
 from ..accounting.noise_search import smallest_noise
-from ..accounting.participation import KINDS, Block, Participation
+from ..accounting.participation import Block, Participation, check_participation
 from ..accounting.runs import finite
 from ..errors import AccountingError
 from .bins import SAMPLES, epsilon_of_bins
@@ -92,8 +93,8 @@ class Composed(NamedTuple):
 
 def composed(strategy: Encoder, blocks: list[Block]) -> Composed:
     """Add up blocks that have steps, and noise. The errors are those of `epsilon_of_blocks`."""
-    if wrong := sorted({block.participation.kind for block in blocks} - set(KINDS)):
-        raise AccountingError(f"no accounting is known for the participation {wrong[0]!r}, only for {', '.join(KINDS)}")
+    for part in {block.participation for block in blocks}:
+        check_participation(part)
     orders, rounds = _Places(), _Places()
     bins, plain, apart = [], 0.0, 0.0  # the squares of sensitivities over noise
     for block in blocks:
@@ -176,11 +177,12 @@ def _grams(strategy: Encoder, blocks: list[Block]) -> tuple[list[np.ndarray], fl
     apart = 0.0
     marks = [block.participation.mark.partition("|")[0] for block in blocks]  # of records that cannot be told: the same
     often = Counter(marks)
-    for number, (block, mark) in enumerate(zip(blocks, marks, strict=True)):
+    for block, mark in zip(blocks, marks, strict=True):
         period = block.participation.period
-        draw = (mark or f"{number}", period)
-        if block.first is None and mark and often[mark] > 1:
-            raise AccountingError("blocks of one draw of balls in bins, and it is not known at which step they began")
+        draw = mark, period
+        if often[mark] > 1 and (block.first is None or not mark):
+            what = "at which step they began" if mark else "whether they are: give Participation(mark=)"
+            raise AccountingError(f"blocks of one draw of balls in bins, and it is not known {what}")
         shifts, norm, most = _shifts(strategy, block.steps, period)
         if norm > _NEGATIVE * most:
             raise AccountingError(
@@ -269,7 +271,7 @@ def noise_multiplier_for_strategy(
     Raises:
         AccountingError: if an argument is invalid, or no multiplier below 1e6 suffices.
     """
-    if not 0 < target_epsilon < math.inf:
+    if not isinstance(target_epsilon, Real) or not 0 < target_epsilon < math.inf:
         raise AccountingError(f"target_epsilon must be positive and finite, not {target_epsilon!r}")
 
     made = list(before)

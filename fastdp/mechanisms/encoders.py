@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,10 @@ class Encoder:
 
     @property
     def mark(self) -> str:
-        """A name of the strategy and its settings: runs with the same one add the same noise to the same normals. One of
-        another package is like no other."""
+        """A name of the strategy and its settings: runs with the same one add the same noise to the same normals.
+
+        One of another package is like no other.
+        """
         return repr(self) if type(self).__module__.startswith("fastdp.") else f"{self!r} {id(self)}"
 
     def __eq__(self, other: object) -> bool:
@@ -101,12 +104,13 @@ class Toeplitz(Encoder):
 
 def number_in(name: str, value: Any, low: float, high: float) -> float:
     """Raises ValueError unless the option is a number in [low, high)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
+    if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) < high:
         raise ValueError(f"{name} must lie in [{low:g}, {high:g}), not {value!r}")
     return float(value)
 
 
-def whole(name: str, value: Any) -> None:
+def whole(name: str, value: Any) -> int:
     """Raises ValueError unless the option is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    return int(value)

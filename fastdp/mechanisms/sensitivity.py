@@ -20,7 +20,7 @@ import math
 
 import numpy as np
 
-from ..accounting.participation import Participation
+from ..accounting.participation import Participation, check_participation
 from .encoders import Encoder, Toeplitz, whole
 
 
@@ -43,9 +43,11 @@ def sensitivity(strategy: Encoder, steps: int, participation: Participation, fir
 
     Raises:
         ValueError: if steps is no whole number of at least 1.
+        AccountingError: if the participation is none.
         StepError: if the strategy has fewer steps.
     """
     whole("steps", steps)
+    check_participation(participation)
     period, separation = participation.period, participation.separation
     fixed = participation.kind != "separated"
     if fixed or separation >= period:  # cycles add nothing

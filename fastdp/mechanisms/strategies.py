@@ -103,13 +103,12 @@ class Bisr(Toeplitz, Strategy):
     """
 
     def __init__(self, bands: int, *, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        whole("bands", bands)
-        for name, value in (("momentum", momentum), ("weight_decay", weight_decay)):
-            number_in(name, value, 0, 1)
+        bands = whole("bands", bands)
+        momentum, weight_decay = number_in("momentum", momentum, 0, 1), number_in("weight_decay", weight_decay, 0, 1)
         self.settings = (bands, momentum, weight_decay)
         root = square_root(bands)
         powers = np.arange(bands)
-        super().__init__(np.convolve(root * (1 - weight_decay) ** powers, root * float(momentum) ** powers)[:bands])
+        super().__init__(np.convolve(root * (1 - weight_decay) ** powers, root * momentum**powers)[:bands])
 
     def __repr__(self) -> str:
         bands, momentum, weight_decay = self.settings

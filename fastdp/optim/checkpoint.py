@@ -191,7 +191,8 @@ def _of_mechanism(privacy: PrivateStep, of_run: dict[str, Any]) -> Callable[[], 
     if mine != saved:
         raise StepError(
             f"the state was saved by an optimizer whose mechanism is {saved}, and this one's is {mine}: their steps "
-            "are accounted for in different ways. Load the state into an optimizer of its own kind."
+            "are accounted for in different ways. Load the state into an optimizer of its own kind, with the same "
+            "settings: those of Banded follow from the number of steps, too."
         )
     return (lambda: None) if state is None else privacy.mechanism.read(state)  # type: ignore[no-any-return]
 

@@ -330,12 +330,14 @@ class CorrelatedStep(PrivateStep):
         if sum(run[2] for run in self.ledger.spent) > sum(block.steps for block in blocks.all.values()):
             raise AccountingError("the history holds steps of which it is not known what block of noise they are of")
         self.ledger.asked = delta, None
-        others = [run for run in _RUNS if run is not self and run.ledger.begun and run.loader_batch.follows(self.loader_batch)]
+        others = [
+            run for run in _RUNS if run is not self and run.ledger.begun and run.loader_batch.follows(self.loader_batch)
+        ]
         if others:
             warnings.warn(
                 f"{len(others)} other private optimizer(s) have stepped on batches of the same loader, and each is "
-                "counted by itself. If more than this one's weights are kept, shown or chosen by, what holds is the sum "
-                "of their epsilons, at the sum of their deltas",
+                "counted by itself. If more than this one's weights are kept, shown or chosen by, what holds is the "
+                "sum of their epsilons, at the sum of their deltas",
                 stacklevel=4,
             )
         return self._spent(list(blocks.all.values()), delta)
