@@ -208,6 +208,14 @@ class Sizes:
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
 
+    def follows_read(self, call: Call, number: float, read: bool) -> bool:
+        """Whether a batch is scaled by a whole number that Python has read of it, here and in batches before."""
+        frame = users(sys._getframe(1)) if call.name in operator_table.SCALING else None
+        if frame is None or any(_same(number, size) for size in (call.batch, *self._beside, *self._told)):
+            return False
+        followed = self._followed.setdefault(("read", call.name, frame.f_code, frame.f_lineno), _Followed())
+        return followed.take(self._forwards, number, number, read)
+
     def _grows(self, call: Call, number: float) -> bool:
         """Whether what a total is divided by is a multiple of the number of samples that grows with it: a power."""
         size = abs(number) if abs(number) >= 1 else 1 / abs(number)

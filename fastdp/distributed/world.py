@@ -287,7 +287,7 @@ class Ranks(World):
     def communicated(self) -> bool:
         before, self._begun = self._begun, None
         now = {} if before is None else self._collectives()
-        return before is not None and any(now.get(name, count) != count for name, count in before.items())
+        return before is not None and any(count != before.get(name, 0) for name, count in now.items())
 
     def _collectives(self) -> dict[str, int]:
         """By group. Those of the model's parts and of sums left out, and all of a group that shares a model's layers,

@@ -11,6 +11,7 @@ from ..batch_axis.row_groups import People
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError
 from ..grad_sample.device_streams import Streams
 from ..grad_sample.parameter_use import ParameterUse
+from .host_reads import NumbersRead
 from .multiple_forwards import Given
 
 PRIVATE_GRAPH = (
@@ -79,7 +80,7 @@ class PassRecord:
     def __init__(self, batch: int, people: People | None, count: bool, moment: Generation) -> None:
         self.batch, self.people, self.count, self.moment = batch, people, count, moment
         self.thread = threading.get_ident()
-        self.read = ""  # what has read numbers of the batch before the forward
+        self.read: NumbersRead | None = None  # what has read numbers of the batch before the forward
         self.in_loss = False  # whether the loss used parameters
         self.given: Given | None = None  # None of one that is computed again
         self.backward_id = 0  # of the backward that went through it

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batch_axis import operator_table, tensor_notes
 from ..batch_axis.calls import Call
 from ..batch_axis.layout import tag_of
-from ..batch_axis.python_sizes import literal_in_code
+from ..batch_axis.python_sizes import Sizes, literal_in_code
 from ..batch_axis.tensor_notes import is_new_foreign
 from ..utils.code_location import users
 
@@ -28,13 +28,13 @@ _MOST = 16  # numbers that are looked for in the code
 class NumbersRead:
     """Of one batch, between its loader and its forward, or between forward and backward.
 
-    before: what had read numbers of its loader's tensors, since when labels may be made of them.
+    before: what was read of its loader's tensors, since when labels may be made of them.
     """
 
-    def __init__(self, batch: int, before: str = "") -> None:
-        self._batch, self._before = batch, before
-        self._numbers: dict[float, str] = {}  # and what had combined the samples
-        self._why = before  # what read numbers of several samples
+    def __init__(self, batch: int, before: NumbersRead | None = None) -> None:
+        self._batch, self._before = batch, "" if before is None else before.read
+        self._numbers: dict[float, str] = {} if before is None else {**before._numbers}  # and what combined the samples
+        self._why = self._before  # what read numbers of several samples
 
     def __bool__(self) -> bool:
         return bool(self._why)
@@ -65,12 +65,16 @@ class NumbersRead:
         for tensor in call.results() if note else ():
             tensor.__dict__[note] = True
 
-    def meets(self, call: Call) -> str:
+    def meets(self, call: Call, sizes: Sizes) -> str:
         """What data meets in this call that was made of such numbers, perhaps; '' if nothing."""
         values = (*call.args, *call.kwargs.values())
-        found = next((v for v in values if type(v) is float and v in self._numbers and v * 1024 % 1), None)
-        if found is not None:  # (round ones may be others by chance)
-            return f"{self._numbers[found]}; the loss is computed with that number"
+        for value in values if self._numbers else ():
+            if type(value) is float and value * 1024 % 1:
+                known = value in self._numbers
+            else:  # round ones may be others by chance
+                known = type(value) in (int, float) and sizes.follows_read(call, value, value in self._numbers)
+            if known:
+                return f"{self._numbers[value]}; the loss is computed with that number"
         if self._numbers and call.func is T.__getitem__ and (found := self._bound(call.args[1])) is not None:
             return f"{self._numbers[found]}; the loss takes so many rows or columns"
         if self._why and any(self._is_made_of_read(tensor) for tensor in call.tensors):

@@ -14,6 +14,7 @@ from ..batch_axis.inputs import mark_of, nested_tensors
 from ..batch_axis.layout import Layout, generation_of, tag, tag_of
 from ..errors import StepError
 from .backward import backwards
+from .host_reads import NumbersRead
 from .loss_tracking import LossTracking, pause, start
 from .state import ENGINES
 
@@ -80,9 +81,9 @@ def refuse_more_rows(found: LossTracking | None, batch: int, tensors: Sequence[T
             raise StepError(_MORE_ROWS.format(records=records, rows=batch))
 
 
-def read_in(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> tuple[str, str]:
+def read_in(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> tuple[NumbersRead | None, str]:
     """What has read numbers of the batch since its loader handed it out, and which of these tensors, a model's inputs,
     may be made of them."""
     if found is None or found.batch != batch or found.moment.owner is not LOADERS:
-        return "", ""
-    return found.numbers.read, found.numbers.in_inputs(tensors)
+        return None, ""
+    return found.numbers, found.numbers.in_inputs(tensors)

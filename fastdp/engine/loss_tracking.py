@@ -251,7 +251,7 @@ class LossTracking(TorchFunctionMode):
 
     def _carry(self, call: Call) -> Any:
         if self.numbers:
-            self._note_read(self.numbers.meets(call))
+            self._note_read(self.numbers.meets(call, self.sizes))
         signature = self.memo.signature(call.func, *call.given, self.batch, {})
         known = self.memo.layouts(signature)
         if known is not None:

@@ -46,7 +46,7 @@ class TrackedLoss:
     ) -> None:
         self.batch, self.moment, self.mixed = batch, moment, mixed
         self.forward = (lambda: None) if forward is None else weakref.ref(forward)  # the graph has it
-        self.read = "" if forward is None else forward.read
+        self.read = None if forward is None else forward.read
         self.filled: int | None = None if forward is None else forward.filled
         me = weakref.ref(self)
         self.memo, self.sizes = engine.memo, engine.sizes

@@ -207,7 +207,9 @@ class Spending:
                 sigma = noise.noise_multiplier(**wanted, participation=loader.participation, before=before)
             return {"noise_multiplier": sigma, "noise": noise}
         if sigma is None:
-            history = [*spent_before(model, self.privacy.target_epsilon), *self._history] if self._resumed is None else None
+            history = (
+                [*spent_before(model, self.privacy.target_epsilon), *self._history] if self._resumed is None else None
+            )
             sigma = noise_multiplier_for(**wanted, sample_rate=loader.sample_rate, history=history)
         return {"noise_multiplier": sigma}
 
