@@ -48,7 +48,7 @@ class FailureSignal:
         self._store = store_of_world() if self.groups else None
         self._name = f"fastdp alarm {world.messages()}"
         self._event, self._out = 0, False
-        world.heard = self.leaves
+        world.heard, world.explained = self.leaves, self.explained
         _ALARMS.add(self)
         _install()
 

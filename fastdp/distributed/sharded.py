@@ -259,6 +259,12 @@ def _root_of(model: nn.Module) -> nn.Module:
     return root if all(id(each) in held for each in (*cut, *model.parameters())) else model
 
 
+REPLICATED = (
+    "the model is replicated by torch.distributed's replicate(), which sums gradients that never come: use fully_shard "
+    "or DistributedDataParallel"
+)
+
+
 def _check(model: nn.Module, states: Sequence[Any], world: World, split: int) -> None:
     root = names.state_of(model)
     if root is None or names.is_inner(root):
@@ -271,10 +277,7 @@ def _check(model: nn.Module, states: Sequence[Any], world: World, split: int) ->
     count = max(world.size, processes())
     for state, handle in [(each, handle) for each in states for handle in names.groups_of(each)]:
         if not hasattr(handle.mesh_info, "shard_process_group"):
-            raise ParameterError(
-                "the model is replicated by torch.distributed's replicate(), which sums gradients that never come: "
-                "use fully_shard or DistributedDataParallel"
-            )
+            raise ParameterError(REPLICATED)
         names.check_names(state, handle)
         mesh = handle.mesh_info
         covered = int(mesh.shard_mesh_size) * names.replicas_of(mesh)[1] * split

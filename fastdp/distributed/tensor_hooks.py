@@ -160,7 +160,9 @@ def _carry(old: Tensor, new: Tensor) -> None:
     if new is old or layout is None:
         return
     places = getattr(new, "placements", ())
-    if layout.batch > 1 and layout.alone < 0 and any(p.is_shard() and p.dim % new.dim() == layout.dim for p in places):
+    cut = any(p.is_shard() and p.dim % new.dim() == layout.dim for p in places)
+    cut = cut or new.shape[layout.dim : layout.dim + 1] != old.shape[layout.dim : layout.dim + 1]  # and joined again
+    if layout.batch > 1 and layout.alone < 0 and cut:
         raise SampleMixingError(
             f"a style of tensor parallelism cuts dimension {layout.dim}, in which the samples lie, over the processes, "
             "each of which must have every sample: shard another dimension (the sequence is dimension 1)"

@@ -141,6 +141,7 @@ class Ranks(World):
         self._over = ""  # why this optimizer makes no more steps
         self._sent: list[Any] = []  # messages that nobody may have heard yet
         self.heard: Callable[[], None] = lambda: None  # told of an error that all raise, or most
+        self.explained: Callable[[BaseException], BaseException] = lambda problem: problem  # what ended an exchange
         self._begun: dict[str, int] | None = None
         self._own: dict[str, int] = {}  # collectives that were not counted, by group
 
@@ -197,7 +198,9 @@ class Ranks(World):
             raise self._gone(problem) from problem
         return heard
 
-    def _gone(self, problem: BaseException) -> StepError:
+    def _gone(self, problem: BaseException) -> BaseException:
+        if isinstance(found := self.explained(problem), FastDPError):
+            return found
         self.heard()
         self._over = f"a process is gone, or did not answer in time ({str(problem)[:200]})"
         return told(

@@ -18,7 +18,7 @@ from ..errors import ParameterError, StepError
 from . import private_names as names
 from .failure_signal import failure_signal_of
 from .frameworks import unwrap
-from .sharded import Sharded, is_sharded
+from .sharded import REPLICATED, Sharded, is_sharded
 from .tensor import TensorParallel
 from .tensor_hooks import origins
 from .tensor_mesh import split_world, tensor_mesh_of
@@ -26,6 +26,7 @@ from .world import HERE, World, is_told, processes, world_of
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # which names DistributedDataParallel, when it is made, asks a module for
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
+_REPLICATING = "torch.distributed._composable.replicate"
 _STAGES = "torch.distributed.pipelining.stage"
 _PIPELINE = (
     "the model is a stage of a pipeline (PipelineStage), or has one within it: a backward there has a part of each "
@@ -76,6 +77,7 @@ class Replica:
             self.shards.open()
         self.alarm = failure_signal_of(world, [] if self.shards is None else self.shards.process_groups())
         self._unwatch: Callable[[], None] | None = None
+        self.rates: list[float] = []  # the learning rates of the step that is made
         self._quiet = world.size > 1 and not (self.wrapper or self.shards) and not hasattr(model, IGNORED)
         if self._quiet:  # a wrapper that comes later must not broadcast buffers in a forward that only some ranks make
             setattr(model, IGNORED, [name for name, _ in model.named_buffers()])
@@ -106,8 +108,9 @@ class Replica:
             self.alarm.raised(error)
 
     def broken(self, error: BaseException) -> None:
-        """The same of a backward. What was refused at its end, the others hear at theirs."""
-        if not is_told(error, HERE):
+        """The same of a backward. What was refused at its end, the others hear at theirs, but for those that share its
+        layers: they add up norms there."""
+        if self.world.split is not None or not is_told(error, HERE):
             self.raised(error)
 
     def check_others(self, engine: PerSampleGradients) -> None:
@@ -276,7 +279,10 @@ def _check_hooks(model: nn.Module) -> None:
     """Raises ParameterError if a module's data is cut along the samples' own length."""
     for module in model.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if any(where.startswith(_EXPERIMENTAL) for hook in hooks for where in origins(hook)):
+        places = [where for hook in hooks for where in origins(hook)]
+        if any(where.startswith(_REPLICATING) for where in places):
+            raise ParameterError(REPLICATED)
+        if any(where.startswith(_EXPERIMENTAL) for where in places):
             raise ParameterError(
                 "a module works by torch.distributed.tensor.experimental (context parallelism): a process then has a "
                 "part of each sample, and every norm is too small. It is not supported yet: give each process whole "

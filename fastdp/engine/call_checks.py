@@ -106,7 +106,19 @@ def look_beneath(forward_pass: PassView, func: Any, args: Any, kwargs: Any) -> N
             )
 
 
-def of_no_samples(forward_pass: PassView, dispatch: Any, func: Any, args: Any, kwargs: Any) -> Any:
+LEFT_OUT = (
+    "Leave out the forward and backward of such a batch (if len(x): ...); step() is then a step of noise alone, and "
+    "must be called."
+)
+IN_PARTS = (
+    "All ranks must run a model in parts: make batches so large that none is empty, or train by DPTrainer, which lets "
+    "them run a record that counts for nothing. After an error here, start all processes again."
+)
+
+
+def of_no_samples(
+    forward_pass: PassView, dispatch: Any, func: Any, args: Any, kwargs: Any, remedy: str = LEFT_OUT
+) -> Any:
     """A call in the forward of an empty batch, which many models cannot make (`x.view(len(x), 8, -1)`)."""
     try:
         return dispatch(func, args, kwargs)
@@ -115,8 +127,7 @@ def of_no_samples(forward_pass: PassView, dispatch: Any, func: Any, args: Any, k
     except (RuntimeError, ValueError, IndexError) as problem:
         raise BatchLayoutError(
             f"{forward_pass.place(function_name(func))} cannot take an empty batch ({problem}), which Poisson sampling "
-            "draws now and then. Leave out the forward and backward of such a batch (if len(x): ...); step() is then a "
-            "step of noise alone, and must be called."
+            f"draws now and then. {remedy}"
         ) from problem
 
 

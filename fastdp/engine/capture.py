@@ -40,7 +40,16 @@ from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
 from .activation_hooks import hooked, refuse_node
 from .call_cache import inquires, tag_results
-from .call_checks import look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
+from .call_checks import (
+    IN_PARTS,
+    LEFT_OUT,
+    look_beneath,
+    of_no_samples,
+    poisoned,
+    refuse_numbers_of_data,
+    roles_of,
+    unmoved,
+)
 from .checkpointing import watch_region
 from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
@@ -366,5 +375,6 @@ class _CaptureMode(TorchFunctionMode):
             look_beneath(active, func, args, kwargs)
             return func(*args, **kwargs)
         if not active.batch:
-            return of_no_samples(active, active.dispatch, func, args, kwargs)
+            remedy = IN_PARTS if active.backward.tracked.is_sharded else LEFT_OUT
+            return of_no_samples(active, active.dispatch, func, args, kwargs, remedy)
         return active.dispatch(func, args, kwargs)

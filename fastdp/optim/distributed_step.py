@@ -58,7 +58,8 @@ def settings_of_step(privacy: Any, first: bool, **settings: object) -> dict[str,
     draws, pass_, step = privacy._loader_position
     return {
         "step": privacy.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
-        "step of the pass": step, "key": mark("noise", privacy.noise.key), "history": mark(privacy.ledger.spent),
+        "step of the pass": step, "learning rates": privacy.replica.rates,
+        "key": mark("noise", privacy.noise.key), "history": mark(privacy.ledger.spent),
         **settings, "weights": weights_mark(privacy, privacy.engine.model) if first else "",
     }  # fmt: skip
 

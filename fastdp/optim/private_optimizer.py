@@ -84,6 +84,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             with privacy.engine.steady():
                 check_parameters(self._params(), privacy.engine)
+                privacy.replica.rates = [rate for group in self.param_groups if isinstance(rate := group["lr"], float)]
                 release = source.release()
             try:
                 if kind is not None and updated(kind, self, release):
