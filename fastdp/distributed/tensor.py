@@ -31,7 +31,7 @@ from .tensor_hooks import check_plan, out_of_sight
 ON_DATA = frozenset(name for name in ELEMENTWISE if not name.endswith("_") or name.endswith("__")) | frozenset(
     "__getitem__ flatten view reshape transpose permute unsqueeze squeeze contiguous to type_as chunk split unbind "
     "swapaxes softmax log_softmax cross_entropy nll_loss mean sum matmul __matmul__ bmm scaled_dot_product_attention "
-    "layer_norm rms_norm detach size dim".split()
+    "layer_norm rms_norm detach size dim cat stack unflatten view_as_complex view_as_real expand expand_as".split()
 )
 
 
@@ -162,7 +162,7 @@ class TensorParallel:
                 return active.dispatch(func, args, kwargs)
             raise UncapturedUseError(
                 f"{active.place(name)} takes a DTensor, and fastdp does not know that samples stay apart there: let "
-                " the style of the module before give a local tensor (use_local_output=True)"
+                "the style of the module before give a local tensor (use_local_output=True)"
             )
         if inquires(func):
             return active.dispatch(func, args, kwargs)

@@ -62,6 +62,7 @@ EXACT: dict[str, Any] = {
     "layers": case(sigma=1.0),
     "sequence": case(how="sequence", sigma=1.0),
     "sequence, rms": case(how="sequence", kind="rms"),
+    "rotary, whole": case(how="whole", kind="rotary"),
     "words": case(how="words", sigma=1.0),
     "columns": case(how="columns"),
     "words, sequence": case(how="words sequence"),

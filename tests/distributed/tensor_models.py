@@ -21,14 +21,21 @@ D, HEADS, HIDDEN, WORDS, LENGTH = 12, 6, 30, 37, 6
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """rotary: with positions as rotations, of DTensors too; torch has no attention of these on the CPU."""
+
+    def __init__(self, rotary: bool) -> None:
         super().__init__()
+        self.rotary = rotary
         self.q, self.k, self.v = (nn.Linear(D, D, bias=bias) for bias in (True, False, True))
         self.out = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, D // HEADS)).transpose(1, 2) for t in (self.q(x), self.k(x), self.v(x)))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        if not self.rotary:
+            return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q = q + torch.cat([-q[..., 1:], q[..., :1]], dim=-1)
+        k = torch.view_as_real(torch.view_as_complex(k.contiguous()) * 0.6j)
+        return self.out((torch.softmax(q @ k.transpose(-1, -2), -1) @ v).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -41,10 +48,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, rms: bool) -> None:
+    def __init__(self, rms: bool, rotary: bool) -> None:
         super().__init__()
         norm = nn.RMSNorm if rms else nn.LayerNorm
-        self.first, self.attention, self.second, self.mlp = norm(D), Attention(), norm(D), MLP()
+        self.first, self.attention, self.second, self.mlp = norm(D), Attention(rotary), norm(D), MLP()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.first(x))
@@ -66,7 +73,7 @@ class Words(nn.Module):
     def __init__(self, kind: str = "") -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, D, padding_idx=3)
-        self.blocks = nn.ModuleList(Block(rms="rms" in kind) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(rms="rms" in kind, rotary="rotary" in kind) for _ in range(2))
         self.norm = Scaled() if "rms" in kind else nn.LayerNorm(D)
         self.head = nn.Linear(D, WORDS, bias=False)
         self.checkpointed = "checkpointed" in kind
@@ -118,15 +125,16 @@ def freeze(model: Words, kind: str) -> Words:
 
 def split(model: Words, mesh: Any, how: str = "") -> Words:
     """how: of "sequence" (norms on a part of the tokens), "words" (embedding and head), "columns" (the embedding by
-    columns) and "loss" (logits stay split) what its words say."""
+    columns), "whole" (DTensors in attention) and "loss" (logits stay split) what its words say."""
     sequence, last = "sequence" in how, Shard(1) if "sequence" in how else Replicate()
     colwise = lambda: ColwiseParallel()
+    apart = lambda: ColwiseParallel(use_local_output="whole" not in how)
     plan: dict[str, Any] = {}
     for number in range(len(model.blocks)):
         at = f"blocks.{number}."
         lora = isinstance(model.blocks[number].mlp.gate, Adapted)
         for name in ("attention.q", "attention.k", "attention.v"):
-            plan[at + name] = colwise()
+            plan[at + name] = apart()
         for name in ("mlp.gate", "mlp.up"):
             plan |= {at + name + ".base": colwise(), at + name + ".b": colwise()} if lora else {at + name: colwise()}
         for name in ("attention.out", "mlp.down"):
