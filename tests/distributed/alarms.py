@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastdp
 from fastdp.distributed import failure_signal
-from fastdp.errors import StepError
+from fastdp.errors import SampleMixingError, StepError
 
 from .models import adamw, batch, build, loss_of, whole
 from .sharded import sharded
@@ -159,6 +159,17 @@ def of_split_layers(rank: int, world: int) -> None:
     stopped(rank, world, run, split(tensor_build(), own_mesh()), there=there)
 
 
+def in_a_loss_of_split_layers(rank: int, world: int) -> None:
+    """Refused before its backward, where the others add up norms at the end of theirs."""
+
+    def run(model: nn.Module, fails: bool) -> None:
+        losses = model(tokens()).square().sum((1, 2))
+        (losses.outer(losses) if fails else losses).mean().backward()
+
+    here, there = (SampleMixingError, "outer"), (SampleMixingError, "rank [0-9] .*outer")
+    stopped(rank, world, run, split(tensor_build(), own_mesh()), here, there)
+
+
 def by_all(rank: int, world: int) -> None:
     """All ranks fail at the same place, and catch it: nobody waits, and training goes on as if nothing had been."""
     found = []
@@ -180,6 +191,6 @@ CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
         in_a_forward, in_the_middle_of_a_backward,
-        uncaught_of_copies, in_the_data, of_split_layers, by_all,
+        uncaught_of_copies, in_the_data, of_split_layers, in_a_loss_of_split_layers, by_all,
     )
 }  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -181,7 +182,7 @@ def one_has_no_backward(rank: int, world: int) -> None:
 
 def out_of_step(rank: int, world: int) -> None:
     """A rank whose noise is of another step, or of another key, is caught before anything is summed."""
-    for tamper in ("step", "key", "sigma", "history", "frozen"):
+    for tamper in ("step", "key", "sigma", "history", "lr", "frozen"):
         model = build()
         optimizer = adamw(DDP(model))
         if rank == 1:
@@ -192,6 +193,8 @@ def out_of_step(rank: int, world: int) -> None:
                 noise.restore(bytes(32), 0)
             elif tamper == "sigma":
                 optimizer.noise_multiplier = 0.5
+            elif tamper == "lr":
+                optimizer.param_groups[0]["lr"] *= 0.1
             elif tamper == "history":
                 optimizer._privacy.ledger.add(1.0, 0.5)
             else:
@@ -211,6 +214,8 @@ def refused_when_made(rank: int, world: int) -> None:
         adamw(nn.Linear(3, 2))
     with pytest.raises(StepError, match="noise_multiplier"):
         adamw(build(), noise_multiplier=1.0 + rank)
+    with pytest.raises(ParameterError, match=r"replicate\(\)"):
+        adamw(replicate(build()))
     with pytest.raises(ParameterError, match="static_graph"):
         adamw(DDP(build(), static_graph=True))
     part = build()
@@ -271,12 +276,13 @@ def persons_apart(rank: int, world: int) -> None:
 def collectives_within(rank: int, world: int) -> None:
     """A loss that takes other ranks' outputs as constants is refused, by whatever group it got them, and so is a
     replaced attention."""
-    for group in (None, dist.new_group()):
+    mine = dist.new_group()
+    for group in (lambda: None, lambda: mine, dist.new_group):  # one that is made there, too
         model = build()
         optimizer = adamw(DDP(model))
         with pytest.raises(StepError, match="a collective of torch.distributed"):
             loss = loss_of(model, batch(rank, 3))
-            dist.all_reduce(torch.ones(1), group=group)
+            dist.all_reduce(torch.ones(1), group=group())
             loss.backward()
         optimizer.detach()
     optimizer = adamw(DDP(build()))

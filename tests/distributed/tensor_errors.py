@@ -292,6 +292,9 @@ def refused_in_a_forward(rank: int, world: int) -> None:
     by_samples = nn.Sequential(nn.Embedding(WORDS, D), nn.LayerNorm(D), nn.Linear(D, 5))
     parallelize_module(by_samples, mesh, {"1": SequenceParallel(sequence_dim=0)})
     refused(by_samples, given, SampleMixingError, "every sample")
+    joined = nn.Sequential(nn.Embedding(WORDS, D), nn.Linear(D, 8), nn.Linear(8, 5))  # samples of all ranks
+    parallelize_module(joined, mesh, {"1": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel()})
+    refused(joined, given, SampleMixingError, "every sample")
     refused(split(build(), mesh), tokens(seed=rank), StepError, "different batches", step=True)
 
 
