@@ -30,13 +30,20 @@ _REMEDY = (
 )
 
 
-def states_of(module: nn.Module, path: str = "") -> list[tuple[nn.Module, str, str]]:
-    """Where a state dict's buffers of numbers lie: (module, name, the name within the model)."""
+_KEPT = (
+    "the forward keeps numbers of several samples in buffer '{name}'. What is made of it outside of the loss (a bias "
+    "that balances experts, by a hook of the optimizer) has neither clipping nor noise, and is released with the "
+    "model: leave that out."
+)
+
+
+def states_of(module: nn.Module, path: str = "", kept: bool = True) -> list[tuple[nn.Module, str, str]]:
+    """Where a state dict's buffers of numbers lie: (module, name, the name within the model). kept: or others."""
     return [
         (owner, name, ".".join(part for part in (path, inner, name) if part))
         for inner, owner in module.named_modules()
         for name, buffer in owner._buffers.items()
-        if name not in owner._non_persistent_buffers_set and (buffer is None or buffer.is_floating_point())
+        if (name not in owner._non_persistent_buffers_set) == kept and (buffer is None or buffer.is_floating_point())
     ]
 
 
@@ -64,6 +71,11 @@ def warn_of_states(model: nn.Module, batch: int, warned: set[str]) -> None:
         if buffer is not None and where not in warned and tag_of(buffer, batch) is not None:
             warned.add(where)
             warnings.warn(str(state_error(where)), BatchReadWarning, stacklevel=3)
+    for owner, name, where in states_of(model, kept=False):
+        layout = None if (buffer := owner._buffers.get(name)) is None else tag_of(buffer, batch)
+        if where not in warned and layout is not None and layout.mixed:
+            warned.add(where)
+            warnings.warn(_KEPT.format(name=where), BatchReadWarning, stacklevel=3)
 
 
 class Stateful:

@@ -98,10 +98,14 @@ def test_other_buffers_are_not_refused(name, evaluated):
         optimizer.step()
 
 
-def test_data_in_a_buffer_is_warned_of_with_gradients():
-    model = Writes("in place")
+@pytest.mark.parametrize(
+    ("how", "words"), [("in place", "buffer 'state'. A buffer"), ("not kept", "buffer 'cache'. What")]
+)
+def test_data_in_a_buffer_is_warned_of_with_gradients(how, words):
+    """Of one that is not kept, as a hook of the optimizer, say, may make another of it that is."""
+    model = Writes(how)
     optimizer = _private(model)
-    with pytest.warns(BatchReadWarning, match="buffer 'state'"):
+    with pytest.warns(BatchReadWarning, match=words):
         model(torch.randn(6, 4)).square().sum(1).mean().backward()
     optimizer.step()
 
