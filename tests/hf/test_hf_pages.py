@@ -19,10 +19,6 @@ PAGE = (Path(__file__).parent.parent.parent / "docs" / "huggingface.md").read_te
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 OF_HUB = {
     "HuggingFaceTB/SmolLM2-135M": llama,
-    "google/flan-t5-small": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=27,
-                              decoder_start_token_id=27, eos_token_id=26)
-    ),
     "sentence-transformers/all-MiniLM-L6-v2": lambda: transformers.BertModel(
         transformers.BertConfig(**TINY, pad_token_id=27)
     ),
