@@ -158,9 +158,13 @@ class Matrix(Strategy):
         if (rows is None) == (encoder is None):
             raise ValueError("give either rows= (D) or encoder= (C)")
         name, given = ("rows", rows) if encoder is None else ("encoder", encoder)
-        if np.iscomplexobj(given):
+        try:
+            array = np.array(given)
+            array = array if np.iscomplexobj(array) else array.astype(np.float64)
+        except (TypeError, ValueError, RuntimeError) as problem:  # of a sparse tensor, one that requires grad, words
+            raise ValueError(f"{name} must be an array of numbers: {problem}") from None
+        if np.iscomplexobj(array):
             raise ValueError(f"{name} must be real")
-        array = np.array(given, dtype=np.float64)
         if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
             raise ValueError(f"{name} must be a square matrix, not of shape {array.shape}")
         if not np.isfinite(array).all():

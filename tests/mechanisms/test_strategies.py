@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import approx_fprime
 
 from fastdp.errors import StepError
@@ -145,6 +146,8 @@ def test_bands() -> None:
         (lambda: Matrix(encoder=np.ones((2, 2))), "encoder must be lower triangular"),
         (lambda: Matrix([[1.0, 0.0], [1.0, 0.0]]), "rows must have no 0 on its diagonal"),
         (lambda: Matrix([[1.0, 0.0], [math.nan, 1.0]]), "rows must be finite"),
+        (lambda: Matrix([[1.0, 0.0], [1j, 1.0]]), "rows must be real"),
+        (lambda: Matrix(torch.eye(2, requires_grad=True)), "rows must be an array of numbers"),
     ],
 )
 def test_bad_settings_are_refused(make: Any, words: str) -> None:
