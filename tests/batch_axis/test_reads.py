@@ -92,6 +92,39 @@ def test_a_sample_alone_reads_nothing_of_others():
     assert warned(model_of(harmful), batch_of(2)) == []
 
 
+def total(words):
+    return int((words > 0).sum())
+
+
+def mean(words):
+    return float(words.abs().mean())
+
+
+@pytest.mark.parametrize(
+    ("read", "before", "scaled", "warns"),
+    [(read, before, lambda loss, n, x: loss / n, True) for read in (total, mean) for before in (True, False)]
+    + [(lambda w: float(total(w)), True, lambda loss, n, x: n and loss * (1 / 7) / n, True),
+       (total, True, lambda loss, n, x: loss / 7, False), (total, True, lambda loss, n, x: loss / len(x), False),
+       (lambda w: len(w) * w.size(1), True, lambda loss, n, x: loss / n, False)],
+)  # fmt: skip
+def test_a_loss_over_a_number_that_was_read_of_its_batch(read, before, scaled, warns):
+    """Whole numbers may be others by chance: those that follow what was read, batch by batch, are not."""
+    torch.manual_seed(0)
+    model, words = nn.Linear(4, 2), torch.randn(60, 4)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction="sum")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for (x,) in fastdp.poisson_loader(torch.utils.data.TensorDataset(words), sample_rate=0.2, seed=1):
+            number = read(x) if before else None
+            loss = model(x).square().sum()
+            scaled(loss, read(x) if number is None else number, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.detach()
+    told = [str(w.message) for w in found if issubclass(w.category, BatchReadWarning)]
+    assert bool(told) == warns and all("computed with that number" in text for text in told)
+
+
 def test_verified_reads_are_not_warned_of():
     model = model_of(harmless)
     assert fastdp.verify(model, square, batch_of(4, 2, 3)).ok

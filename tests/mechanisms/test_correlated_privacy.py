@@ -201,6 +201,7 @@ def test_nothing_and_no_noise() -> None:
         (Banded(4, steps=9), [block(cyclic(3, 0.1))], "4 bands, and cyclic Poisson.*as a cycle has steps, 3"),
         (Matrix(encoder=np.eye(9) - 0.1 * np.eye(9, k=-1)), [block(bins(3), steps=9)], "with negative entries"),
         (Independent(), [block(bins(3)), block(cyclic(3, 0.1))], "no accounting for both"),
+        (Independent(), [block(bins(3)), block(bins(3))], r"not known whether they are: give Participation\(mark=\)"),
         (Independent(), [block(Participation("shuffled", 3, 3))], "no accounting is known for .* 'shuffled'"),
     ],
 )

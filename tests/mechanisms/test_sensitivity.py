@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fastdp.accounting.participation import Participation
-from fastdp.mechanisms import Banded, Bisr, Independent, Lambda, Matrix, Strategy, TreeAggregation, sensitivity
+from fastdp.errors import AccountingError
+from fastdp.mechanisms import (
+    Banded,
+    Bisr,
+    Block,
+    Independent,
+    Lambda,
+    Matrix,
+    Strategy,
+    TreeAggregation,
+    epsilon_of_blocks,
+    sensitivity,
+)
 from fastdp.mechanisms.sensitivity import participations
 
 STEPS = 11
@@ -117,6 +130,36 @@ def test_many_steps_are_quick() -> None:
     part = Participation("separated", 500, 250)
     for strategy in (Bisr(8), TreeAggregation(), Banded(4, steps=50)):
         assert all(sensitivity(strategy, steps, part) > 1 for steps in range(9_900, 10_000, 10))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"kind": "seperated"}, "'seperated', only for"), ({"separation": -3}, "separation .* not -3"),
+     ({"period": 0}, "period .* not 0"), ({"rate": 1.7}, r"rate .* \(0, 1\], not 1.7")],
+)  # fmt: skip
+def test_what_is_no_participation_is_refused(changed: dict[str, Any], words: str) -> None:
+    part = SEPARATED[0]._replace(**changed)
+    with pytest.raises(AccountingError, match=words):
+        sensitivity(Bisr(2), 20, part)
+    with pytest.raises(AccountingError, match=words):
+        epsilon_of_blocks(Bisr(2), [Block("", 1.0, 20, part)], 1e-5)
+
+
+def test_strategies_of_other_packages_are_told_apart() -> None:
+    """Whatever they say of themselves: what one costs is not taken for another's."""
+
+    class Own(Strategy):
+        def __init__(self, weight: float) -> None:
+            self.weight = weight
+
+        def noise_row(self, step: int) -> Any:
+            return 1.0, [(1, -self.weight)] if step else []
+
+        def __repr__(self) -> str:
+            return "Own"
+
+    for weight in (0.1, 0.9):
+        assert math.isclose(sensitivity(Own(weight), 20, FIXED[0]), sensitivity(Lambda(weight), 20, FIXED[0]))
 
 
 def test_refusals() -> None:

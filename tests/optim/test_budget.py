@@ -13,6 +13,7 @@ import fastdp
 from fastdp import accounting
 from fastdp.accounting import default_delta, epsilon_of
 from fastdp.errors import AccountingError, OptimizerReplacedWarning, StepError
+from fastdp.mechanisms import Bisr, Matrix, fixed_order_loader
 
 RECORDS = 40
 DATA = TensorDataset(torch.randn(RECORDS, 3, generator=torch.Generator().manual_seed(0)))
@@ -53,6 +54,41 @@ def train(optimizer, loader, steps=None):
             if made == steps:
                 return made
     return made
+
+
+def test_steps_with_correlated_noise_are_in_no_budget_that_comes_later():
+    """Of whatever noise: it would be exceeded."""
+    loader, model = fixed_order_loader(DATA, batch_size=10), nn.Linear(3, 2)
+    train(fastdp.DPSGD(model, 0.1, noise_multiplier=1.0, noise=Bisr(2)), loader, 2)
+    for options in ({}, {"loader": loader, "noise": Bisr(2)}):
+        with pytest.raises(AccountingError, match=r"cannot be counted with correlated noise, Bisr\(bands=2\)"):
+            optimizer_of(model, **options)
+
+
+def test_other_optimizers_on_a_loader_of_correlated_noise_are_warned_of():
+    loader = fixed_order_loader(DATA, batch_size=10)
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    first, second = (fastdp.DPSGD(model, 0.1, noise_multiplier=1.0, noise=Bisr(2)) for model in models)
+    for (x,) in loader:
+        for model, optimizer in zip(models, (first, second), strict=True):
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+    with pytest.warns(UserWarning, match="1 other private optimizer.*the sum of their epsilons"):
+        first.epsilon(1e-3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*other private optimizer")
+        alone = fastdp.DPSGD(nn.Linear(3, 2), 0.1, noise_multiplier=1.0, noise=Bisr(2))
+        train(alone, fixed_order_loader(DATA, batch_size=10), 2)
+        alone.epsilon(1e-3)
+
+
+def test_a_strategy_of_ones_own_is_given_as_a_matrix():
+    class Own(Bisr):
+        pass
+
+    with pytest.raises(TypeError, match=r"not Own: .*Matrix\(strategy.rows"):
+        fastdp.DPSGD(nn.Linear(3, 2), 0.1, noise_multiplier=1.0, noise=Own(2))
+    fastdp.DPSGD(nn.Linear(3, 2), 0.1, noise_multiplier=1.0, noise=Matrix(Own(2).rows(8)))
 
 
 @pytest.mark.parametrize("graphed", [False, True])
