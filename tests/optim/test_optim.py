@@ -36,6 +36,26 @@ def test_without_noise_and_clipping_it_is_torchs_optimizer(name):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+class Shifted(torch.nn.Module):
+    """All elements of the shift have the same gradient: autograd keeps one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shift = torch.nn.Linear(4, 1), torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return self.layer(x) + self.shift.sum()
+
+
+def test_gradients_of_several_backwards_add_up_though_they_are_expanded():
+    model = Shifted()
+    optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=0.0, max_grad_norm=1e4, loss_reduction="sum")
+    for seed in range(3):
+        model(data(seed=seed)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.shift.grad, torch.full((5,), 18.0))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_schedulers_step_the_private_step(when):
     model = model_of()
