@@ -138,11 +138,11 @@ def test_many_steps_are_quick() -> None:
      ({"period": 0}, "period .* not 0"), ({"rate": 1.7}, r"rate .* \(0, 1\], not 1.7")],
 )  # fmt: skip
 def test_what_is_no_participation_is_refused(changed: dict[str, Any], words: str) -> None:
-    part = SEPARATED[0]._replace(**changed)
-    with pytest.raises(AccountingError, match=words):
-        sensitivity(Bisr(2), 20, part)
-    with pytest.raises(AccountingError, match=words):
-        epsilon_of_blocks(Bisr(2), [Block("", 1.0, 20, part)], 1e-5)
+    for part in (SEPARATED[0]._replace(**changed), FIXED[0]._replace(**changed)):
+        with pytest.raises(AccountingError, match=words):
+            sensitivity(Bisr(2), 20, part)
+        with pytest.raises(AccountingError, match=words):
+            epsilon_of_blocks(Bisr(2), [Block("", 1.0, 20, part)], 1e-5)
 
 
 def test_strategies_of_other_packages_are_told_apart() -> None:

@@ -131,7 +131,10 @@ def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first,
     loader = fastdp.mechanisms.fixed_order_loader(TensorDataset(data(36)), batch_size=6)
     model = model_of()
     optimizer = make()
+    early = optimizer.noise_state()
     _, (_, place, state, noise) = train(model, loader, optimizer, 1, 2)
+    with pytest.raises(StepError, match="take the noise off"):
+        optimizer.load_noise_state(early)
     if ledger:
         optimizer.detach()
         optimizer = make()
@@ -146,3 +149,18 @@ def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first,
         if not key_first:  # refused before anything was changed
             train(model, loader, optimizer, 1)
             assert [block.steps for block in optimizer._privacy.mechanism.all.values()] == [STEPS, STEPS - 2]
+
+
+def test_correlated_noise_of_a_later_block_is_not_drawn_again():
+    """The block of the loaded state ended there: what came after it was another."""
+    model, loader = model_of(), fastdp.mechanisms.fixed_order_loader(TensorDataset(data(36)), batch_size=6)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=4.0, noise=fastdp.mechanisms.Lambda(0.9))
+    train(model, loader, optimizer, 1)
+    state, noise = copy.deepcopy(optimizer.state_dict()), optimizer.noise_state()
+    optimizer.set_clipping(max_grad_norm=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, loader, optimizer, 1)
+        optimizer.load_state_dict(state)
+        with pytest.raises(StepError, match="take the noise off"):
+            optimizer.load_noise_state(noise)
