@@ -77,7 +77,7 @@ def refuse_more_rows(found: LossTracking | None, batch: int, tensors: Sequence[T
         if found is not None and found.moment.owner is LOADERS and found.batch < batch:
             layout = tag_of(tensor, found.batch)
             records = found.batch if layout is not None and layout.rows == batch and not layout.mixed else records
-        if records < batch:
+        if 0 < records < batch:  # (rows in place of an empty batch are of no record)
             raise StepError(_MORE_ROWS.format(records=records, rows=batch))
 
 

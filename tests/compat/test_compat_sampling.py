@@ -128,6 +128,17 @@ def doubled(records):
     return torch.cat([rows, rows + 0.1])
 
 
+def test_a_row_in_place_of_an_empty_batch_is_of_no_record():
+    data = DataLoader(list(torch.randn(40, 3)), batch_size=1)
+    options = {"poisson_sampling": True, "rand_on_empty": True}
+    _, module, optimizer, criterion, loader = private("hooks", module=nn.Linear(3, 2), data_loader=data, **options)
+    for x in loader:  # a third of the batches would be empty
+        assert len(x)
+        optimizer.zero_grad()
+        criterion(module(x), torch.zeros(len(x), dtype=torch.long)).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("collate", "made", "error"),
     [
