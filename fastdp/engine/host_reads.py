@@ -69,12 +69,12 @@ class NumbersRead:
         """What data meets in this call that was made of such numbers, perhaps; '' if nothing."""
         values = (*call.args, *call.kwargs.values())
         for value in values if self._numbers else ():
-            if type(value) is float and value * 1024 % 1:
-                known = value in self._numbers
-            else:  # round ones may be others by chance
-                known = type(value) in (int, float) and sizes.follows_read(call, value, value in self._numbers)
-            if known:
-                return f"{self._numbers[value]}; the loss is computed with that number"
+            if type(value) not in (int, float):
+                continue
+            found = next((n for n in (value, value - 1, round(value, 3)) if n in self._numbers), None)  # 1 or 1e-6 more
+            certain = found == value and value * 1024 % 1  # (round ones may be others by chance)
+            if (certain or sizes.follows_read(call, value, found is not None)) and found is not None:
+                return f"{self._numbers[found]}; the loss is computed with that number"
         if self._numbers and call.func is T.__getitem__ and (found := self._bound(call.args[1])) is not None:
             return f"{self._numbers[found]}; the loss takes so many rows or columns"
         if self._why and any(self._is_made_of_read(tensor) for tensor in call.tensors):

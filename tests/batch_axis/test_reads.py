@@ -104,6 +104,8 @@ def mean(words):
     ("read", "before", "scaled", "warns"),
     [(read, before, lambda loss, n, x: loss / n, True) for read in (total, mean) for before in (True, False)]
     + [(lambda w: float(total(w)), True, lambda loss, n, x: n and loss * (1 / 7) / n, True),
+       (total, False, lambda loss, n, x: loss / (n + 1), True),
+       (total, True, lambda loss, n, x: loss / (n + 1e-6), True),
        (total, True, lambda loss, n, x: loss / 7, False), (total, True, lambda loss, n, x: loss / len(x), False),
        (lambda w: int((w.abs().sum(1) >= 0).sum()), True, lambda loss, n, x: loss / len(x), False),
        (lambda w: int((w > 0).sum().clamp(max=7)), True, lambda loss, n, x: loss / 7, False)],
