@@ -298,7 +298,7 @@ class CorrelatedStep(PrivateStep):
 
     def blocks_after(self, steps: int, promise: Participation, place: int) -> list[Block]:
         """Return the blocks after so many more steps in a row. place: in its pass, of the first of them."""
-        old = self.mechanism.running
+        old = None if self.mechanism.behind else self.mechanism.running
         noised = (self.noise_multiplier, self.clipping.sensitivity)
         if old is not None and (old.drawn[0], old.noised) == (mark("noise", self.noise.key), noised):
             *before, last = self.mechanism.all.values()
