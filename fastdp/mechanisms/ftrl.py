@@ -127,7 +127,7 @@ class TreePrivacy(PrivateStep):
             )
         try:
             release = super().release()
-            self.noise.add_tree_(release.sums, release.offsets, now[0] * now[1])
+            self.noise.add_tree_(release.sums, release.offsets, self.noise_std)
         except BaseException:
             self.noise.end()  # nothing was released; what was drawn is not drawn again
             self.noise.step += 1

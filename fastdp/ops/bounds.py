@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import extension
+from .common import MARGIN
 from .rows import square_sum
 
 # A bound of less than this share of the norm is left out: no contribution exceeds the clipping norm by more.
@@ -25,6 +26,10 @@ BLOCK = 512
 # they cancel, and less than half of one where there are few of them.
 DRIFT = 1 / 10
 FEW = 1.5
+# A sample moves a float32 sum over n samples by its own part and by what the others' terms are rounded to without it:
+# MEASURED at most 7 n roundings of the clipping norm, of samples that are alike, or by turns. This is twice that, so it
+# holds for random batches of up to twice the expected size, too.
+MOVED = 2.0**-20
 
 
 def unit(tensor: Tensor) -> float:
@@ -38,6 +43,12 @@ def roundings(terms: int, blocks: bool = True) -> float:
     blocks: whether it is taken in blocks, as in matrix products that are no products of vectors.
     """
     return FEW + DRIFT * (min(terms, BLOCK) if blocks else terms)
+
+
+def of_sums(expected: float) -> float:
+    """The share of the clipping norm by which one sample may move the float32 sum of a batch of this expected size
+    further than its own part does, and than factors leave room for."""
+    return max(0.0, MOVED * expected - MARGIN)
 
 
 def enlarged(norm_sq: Tensor, bound: Tensor | None) -> Tensor:

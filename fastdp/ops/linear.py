@@ -25,6 +25,8 @@ ROUNDING_COMPILED = 8 * 2.0**-24
 GRAM_TOLERANCE = 4e-6
 TINY = 1.2e-38  # a product of float32 may lose so much
 GRAM_PARTS = 4  # numbers of a block of the compiled kernel (csrc/cpu/gram.h)
+SUMMED = 256  # rows of a product on the CPU whose terms a library sums as it likes
+MANY_POSITIONS = 48  # of which each is so small a part of a sample's that such sums are off by less than is tolerated
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
@@ -164,10 +166,26 @@ def _weighted(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return a.flatten(0, 1), g.flatten(0, 1)
 
 
-def _clipped_sum(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
-    a, g = _weighted(a, g, c)
+def _clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor | None = None) -> Tensor:
+    positions = a.size(1) if a.dim() == 3 else 1
+    return _products(*_weighted(a, g, c), positions, into)
+
+
+def _products(a: Tensor, g: Tensor, positions: int, into: Tensor | None = None) -> Tensor:
+    """g^T a of one or several pairs a [*,n,I] and g [*,n,O], whose rows are so many positions of each sample."""
+    multiply, add = (torch.mm, torch.addmm) if a.dim() == 2 else (torch.bmm, torch.baddbmm)
+    rows = a.size(-2)
     with full_float32(a):
-        return torch.mm(g.mT, a)
+        if a.device.type != "cpu" or rows <= SUMMED or positions >= MANY_POSITIONS:
+            return multiply(g.mT, a, out=into)
+        # A library's own blocks have other borders if one row is missing (the last two are made equally long), so that
+        # the terms of other samples would be rounded otherwise.
+        parts = zip(a.split(SUMMED, -2), g.split(SUMMED, -2), strict=True)
+        first, of_first = next(parts)
+        total = multiply(of_first.mT, first, out=into)
+        for part, of_part in parts:
+            add(total, of_part.mT, part, out=total)
+        return total
 
 
 def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
@@ -179,8 +197,7 @@ def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
         return torch.stack([_clipped_sum_op(*each) for each in pairs])
     a, g = by_factors(accumulate(a), accumulate(g), c)
     rows = a.size(0) // count * a.size(1)
-    with full_float32(a):
-        return torch.bmm(g.reshape(count, rows, -1).mT, a.reshape(count, rows, -1))
+    return _products(a.reshape(count, rows, -1), g.reshape(count, rows, -1), a.size(1))
 
 
 def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tensor:
@@ -189,9 +206,7 @@ def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tens
         return _clipped_sum_op(a, g, c)  # type: ignore[no-any-return]
     if a.dtype == torch.float64:
         return _clipped_sum(a, g, c)
-    a, g = _weighted(a, g, c)
-    with full_float32(a):
-        return torch.mm(g.mT, a, out=into)
+    return _clipped_sum(a, g, c, into)
 
 
 _norm_sq_op = define(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ClippingError
+from ..ops import bounds
 from ..ops.clip import GAMMA, KINDS, MARGIN, clip_factors
 from .custom_clipping import OwnFunction
 
@@ -96,6 +97,10 @@ class Clipping:
     def sensitivity(self) -> float:
         """The largest norm of one sample's contribution to the clipped sum."""
         return math.sqrt(sum(group.max_grad_norm**2 for group in self.groups))
+
+    def sensitivity_of_sums(self, expected: float) -> float:
+        """How far one sample moves a float32 sum over a batch of this expected size, rounding included."""
+        return self.sensitivity * (1 + bounds.of_sums(expected))
 
     def changed(
         self,

@@ -322,8 +322,8 @@ class PrivateStep:
         sums, places = self.sums.held(self.engine.named_parameters(), self._sums, self.engine.offsets())
         if self.world.size > 1:
             sums = self._summed(sums)
+        self.noise_std = self._gradient_noise() * self.clipping.sensitivity_of_sums(self._expected or self._records)
         self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
-        self.noise_std = self._gradient_noise() * self.clipping.sensitivity
         release = self.sums.release(sums, places, self.noise, self.noise_std, 1 / divisor)
         if self.release_hook is not None:
             self.release_hook(release)
@@ -339,11 +339,11 @@ class PrivateStep:
             truncation=self._truncation, **self._settings(),
         )  # fmt: skip
         look = None if self._released else self.replica.check_copies
-        found, self._fresh, records = distributed_step.reduce_sums(
+        found, self._fresh, self._records = distributed_step.reduce_sums(
             self.world, self.sums, sums, self._fresh, self._records, said, self._awaited.settle, look
         )
         if self.sample_rate is not None and not self._loader_position[0] and not self.ledger.begun:
-            self.rate_check.check_size(self.sample_rate, records, self.expected_batch_size)
+            self.rate_check.check_size(self.sample_rate, self._records, self.expected_batch_size)
         return found
 
     def _settings(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastdp.ops import bounds, conv, conv_norm_sq, embedding_norm_sq, linear_clipped_sum, linear_norm_sq, routed_norm_sq
 from fastdp.ops.common import MARGIN
 from fastdp.ops.geometry import geometry_of
-from fastdp.ops.linear import METHODS, norm_sq_and_bound
+from fastdp.ops.linear import METHODS, clipped_sums, norm_sq_and_bound
 from fastdp.ops.routed import longest_gram
 
 from .backends import BACKENDS, CPU, TRITON, random
@@ -250,6 +250,30 @@ def test_the_route_of_a_segment_changes_with_its_length() -> None:
     sizes = [*FAMILIES["routed"].shapes.values(), *FAMILIES["routed"].large.values()]
     lengths = [(s / max(experts * batch, 1), longest_gram(i, o)) for s, i, o, experts, batch in sizes]
     assert any(1 < n < limit for n, limit in lengths) and any(n > limit > 0 for n, limit in lengths)
+
+
+@pytest.mark.parametrize(
+    ("samples", "i", "o", "pattern"),
+    [(385, 7, 100, [1.0]), (385, 16, 2, [1.0]), (1537, 8, 7, [1.0]), (3000, 16, 4, [1.0]), (2348, 16, 1, [1.0, 1e-3])],
+)
+def test_a_sample_among_alike_ones_moves_the_float_sum_by_no_more_than_the_noise_is_for(
+    samples: int, i: int, o: int, pattern: list[float]
+) -> None:
+    """Rounding of one sign adds up. Batches that the blocks of libraries just exceed, whose last blocks are halved."""
+    a, g = torch.full((samples, i), 0.7), torch.full((samples, o), 1.3)
+    a *= torch.tensor(pattern).repeat(samples)[:samples, None]
+    c = linear_norm_sq(a, g, dtype=torch.float64).rsqrt().float()
+
+    def sums(kept: Tensor) -> Tensor:  # alone, and as two layers of equal shape
+        x, y = a[kept], g[kept]
+        both = clipped_sums(torch.cat([x, x])[:, None], torch.cat([y, y])[:, None], c[kept], 2)
+        return torch.stack([linear_clipped_sum(x, y, c[kept]), *both]).double()
+
+    every = torch.arange(samples)
+    whole = sums(every)
+    for sample in (0, samples // 2, samples - 1):
+        moved = (whole - sums(every[every != sample])).flatten(1).norm(dim=1)
+        assert bool((moved < 1 + bounds.of_sums(samples)).all()), "half of it is for batches larger than expected"
 
 
 @pytest.mark.parametrize(("batch", "t"), [(4096, 1), (64, 256)])
