@@ -39,7 +39,7 @@ class PhysicalBatch(NamedTuple):
 
 
 _MOMENTS = itertools.count()
-TELL: list[Callable[[Any, int], None]] = []
+TELL: list[Callable[[Any, int, int], None]] = []
 WAITING = -1  # the number of a batch that is none, as nothing is in hand yet; one less each time it is asked for
 ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
 
@@ -66,15 +66,16 @@ def active_loaders(since: int = -1) -> int:
     return len({batch.loader for batch in ACTIVE.values() if batch.moment > since})
 
 
-def tell_of_batches(function: Callable[[Any, int], None]) -> None:
-    """Call a function with every batch that a loop over a loader is handed, and its number of records."""
+def tell_of_batches(function: Callable[[Any, int, int], None]) -> None:
+    """Call a function with every batch that a loop over a loader is handed, its number of records, and the loader's id,
+    0 of loaders that are not asked for their batch."""
     TELL.append(function)
 
 
-def tell(batch: Any, records: int) -> None:
+def tell(batch: Any, records: int, loader: int = 0) -> None:
     """A loader hands out a batch."""
     for function in TELL:
-        function(batch, records)
+        function(batch, records, loader)
 
 
 def now() -> int:
@@ -88,6 +89,7 @@ class SampleGroups:
     def __init__(self) -> None:
         self.batch_in_hand: Callable[[], PhysicalBatch | None] = current
         self.in_hand: int | None = None  # when a loader handed out the batch of the last forward
+        self.given_by = 0  # the id of the loader of which the model's last inputs are, if they show it
         self._said: People | None = None
         self._used = False  # what was said, by a backward
 

@@ -153,7 +153,7 @@ class PoissonLoader:
         try:
             for batch, begin in self.ahead(mine):
                 begin()
-                tell(batch, ACTIVE[mine].size)
+                tell(batch, ACTIVE[mine].size, id(self))
                 _WATCHED[mine].give(batch, ACTIVE[mine].size, ACTIVE[mine].place)
                 yield batch
             finish(mine)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..batch_axis import current_batch
 from ..errors import StepError
 
 
 class LoaderBatch:
-    """Knows the loader of one optimizer, and when that was made."""
+    """Knows the loader of one optimizer, and when that was made.
 
-    def __init__(self) -> None:
+    given_by: the id of the loader of which the model's last inputs are, 0 if they do not show it.
+    """
+
+    def __init__(self, given_by: Callable[[], int] = lambda: 0) -> None:
+        self._given_by = given_by
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._born = current_batch.now()
         self.seeded = False  # batches of it were drawn by a seed
@@ -38,18 +42,28 @@ class LoaderBatch:
 
     def batch(self) -> current_batch.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
+        if (given := self._given_by()) and (shown := current_batch.current(given)) is not None:
+            return shown
         if self._loader is not None and (mine := current_batch.current(self._loader)) is not None:
             return mine
         # an iteration that stands still since before the optimizer was made is one that an exception left behind
         if current_batch.active_loaders() > 1 and current_batch.active_loaders(self._born) != 1:
             raise StepError(
-                "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
-                "train a step on its loader before the others begin"
+                "several Poisson loaders are being iterated, and the model's input does not show of which it is: make "
+                "it in the dataset, the collate_fn or the model, or train a step on its loader before the others begin"
             )
         found = current_batch.current()
         if found is not None and found.size < 0 and found.moment < self._born:
             return None  # fetched for another optimizer, and left
         return found
+
+    def of_no_loop(self) -> str:
+        """What to add to an error for want of a batch, if the model was given one of a loader that no loop iterates."""
+        if not (given := self._given_by()) or current_batch.current(given) is not None:
+            return ""
+        return (
+            ". (The batch is of a loader that no loop iterates: loop over the loader, not over a list of its batches)"
+        )
 
     def current(self) -> current_batch.PhysicalBatch | None:
         """The same; its loader is from now on the one that the optimizer trains on."""

@@ -29,7 +29,7 @@ from .checkpointing import watch_region
 from .compile_stance import PLAINLY, CompiledModules
 from .forward_record import joined_error
 from .forward_threads import Turn
-from .loader_tracking import given_to_model, handed_out_in, read_in, refuse_more_rows
+from .loader_tracking import given_to_model, handed_out_in, loader_of, read_in, refuse_more_rows
 from .memory_budget import Block
 from .module_hooks import ModuleHook, numbered
 from .multiple_forwards import Given
@@ -164,6 +164,7 @@ class Forward(Engine):
             self._turn.take(backward.thread())
         if not recomputing or not path:
             self.batch = self._samples(args, kwargs)
+            backward.whose.given_by = loader_of(nested_tensors((args, kwargs)))
             self.people = backward.whose.of_batch(self.batch)
         if not recomputing:
             if not path:

@@ -7,6 +7,7 @@ uses of the same kind are joined along T.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -342,9 +343,9 @@ def _memory(parameter: Tensor, uses: list[ParameterUse]) -> Tensor:
     return torch.empty(parameter.shape, dtype=torch.float32) if covered else torch.zeros(parameter.shape)
 
 
-def add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+def add(total: dict[int, Tensor], *more: dict[int, Tensor]) -> None:
     """Add tensors by key."""
-    for key, value in more.items():
+    for key, value in itertools.chain.from_iterable(own.items() for own in more):
         if key in total:
             total[key].add_(value)
         else:  # one that is expanded has elements in one place

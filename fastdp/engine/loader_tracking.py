@@ -30,7 +30,7 @@ _TRAINED = [0]  # backwards of all engines, when the last one was
 _GIVEN = [0]  # the number of the moment of the batch that a model was given since; 0 if that is not known
 
 
-def handed_out(batch: Any, size: int) -> None:
+def handed_out(batch: Any, size: int, loader: int) -> None:
     """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
     pause()
     if _LAST and backwards() != _TRAINED[0]:  # (batches may be fetched ahead, or were left behind by an error)
@@ -39,7 +39,7 @@ def handed_out(batch: Any, size: int) -> None:
         _LAST[:] = [known for known in _LAST if known.alive]
     _TRAINED[0], _GIVEN[0] = backwards(), 0
     for tensor in nested_tensors(batch):
-        tensor.__dict__[tensor_notes.LOADED] = size
+        tensor.__dict__[tensor_notes.LOADED] = size, loader
     engines = list(ENGINES)
     rows = all(engine.batching.dim == 0 and not engine.batching.folded for engine in engines)  # one for each sample
     if not engines or not rows or size <= 1:
@@ -55,6 +55,12 @@ def handed_out(batch: Any, size: int) -> None:
 
 
 current_batch.tell_of_batches(handed_out)
+
+
+def loader_of(tensors: Sequence[Tensor]) -> int:
+    """The id of the loader of whose batch these are, a model's inputs; 0 if they do not show it."""
+    told = (tensor.__dict__.get(tensor_notes.LOADED, (0, 0))[1] for tensor in tensors)
+    return next((loader for loader in told if loader), 0)
 
 
 def given_to_model(tensors: Sequence[Tensor]) -> None:
@@ -73,7 +79,8 @@ def handed_out_in(found: LossTracking | None, batch: int) -> int:
 def refuse_more_rows(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> None:
     """Raises StepError for a forward of more rows than a loader handed out records, if they are made of these."""
     for tensor in tensors:
-        records = tensor.__dict__.get(tensor_notes.LOADED, batch) if tensor.dim() and tensor.size(0) == batch else batch
+        whole = bool(tensor.dim()) and tensor.size(0) == batch
+        records = tensor.__dict__.get(tensor_notes.LOADED, (batch, 0))[0] if whole else batch
         if found is not None and found.moment.owner is LOADERS and found.batch < batch:
             layout = tag_of(tensor, found.batch)
             records = found.batch if layout is not None and layout.rows == batch and not layout.mixed else records

@@ -237,7 +237,8 @@ class CorrelatedStep(PrivateStep):
             return current.participation
         begin = f"{self.mechanism.name} is accounted for by how far apart the steps of one record are, "
         if current is None:
-            raise StepError(f"{begin}and no batch of a loader that says so is in hand. {_LOADERS}")
+            of_no_loop = self.loader_batch.of_no_loop()
+            raise StepError(f"{begin}and no batch of a loader that says so is in hand. {_LOADERS}{of_no_loop}")
         if current.participation is None:
             raise StepError(f"{begin}and a poisson_loader draws each step from all records. {_LOADERS}")
         raise StepError(f"{begin}and a person's records may be in several batches of a cycle: group_by is refused")

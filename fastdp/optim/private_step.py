@@ -104,6 +104,7 @@ class PrivateStep:
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
         self.norms: Tensor | dict[str, Tensor] | None = None
+        self._awaited = AwaitedChecks(self.reads_later)
         self._plan: Plan | None = None
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
         self._fresh: Tensor | int = 0  # the same since the last step, of this process and those it has parts of
@@ -112,7 +113,7 @@ class PrivateStep:
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self.detached, self._released = False, False  # released: this optimizer has made a step
         self.replaced_by, self.warned = "", dict[str, str]()  # (by another optimizer of the same model); by their kind
-        self.loader_batch, self.rate_check, self._awaited = LoaderBatch(), RateCheck(), AwaitedChecks(self.reads_later)
+        self.loader_batch, self.rate_check = LoaderBatch(lambda: self.engine.whose.given_by), RateCheck()
         self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
         self.release_hook: Callable[[Release], None] | None = None  # called before the noise; no step if it raises
         self.missed = SkippedBatches(self.replica.module)
@@ -190,8 +191,7 @@ class PrivateStep:
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending, self._records, self._plan = True, self._records + records, plan
-        for group in sums:
-            add(self._pending, group)
+        add(self._pending, *sums)
         self._fresh = self._fresh + self._pending.pop(DROPPED).long()
 
     def _numbers(self, norm_sq: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -284,7 +284,7 @@ class PrivateStep:
             outside = not self._released and any(p.grad is not None for p in self.engine.parameters())
             raise StepError(loop_checks.OUTSIDE if outside else loop_checks.NO_BACKWARD)
         if self.loss_reduction == "mean" and expected is None:
-            raise StepError(loop_checks.NO_SIZE)
+            raise StepError(loop_checks.NO_SIZE + self.loader_batch.of_no_loop())
         logical = -1 if current is None else current.logical
         if self._has_sums and logical != self._sums_of:
             warnings.warn(loop_checks.DROPPED, stacklevel=3)
@@ -293,9 +293,9 @@ class PrivateStep:
         self._pending, self._has_pending, self._has_sums = {}, False, True
         self.unit.forget()
         self._rate, self._expected, self._sums_of = rate, expected, logical
-        self._truncation = 0.0 if current is None else current.truncation
-        self._loader_position = ("", 0, 0) if current is None else current.place
+        self._truncation, self._loader_position = 0.0, ("", 0, 0)
         if current is not None:
+            self._truncation, self._loader_position = current.truncation, current.place
             self.stepped_on = (current.logical, current.physical)
             loader.train(current, self.missed, stepped=True)
         self._drawn = [p for p in (self._loader_position, *(taken.places[n] for taken, n in self._taken)) if p[0]]

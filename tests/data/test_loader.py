@@ -71,12 +71,36 @@ def test_a_logical_batch_left_in_the_middle_is_dropped():
     assert optimizer.history == [(0.0, 1.0, 1)] and optimizer2.history == []
 
 
-def test_two_loaders_at_once_are_told_apart_or_refused():
+def test_two_loaders_at_once_are_told_apart_by_what_the_model_is_given_or_refused():
     model, loader, optimizer = run()
-    other = fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=1.0)
-    for (x,), _ in zip(loader, other, strict=False):
-        with pytest.raises(StepError, match="several"):
-            backward(model, x)
+    other = fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=0.5, steps=2)
+    model2, _, optimizer2 = run()
+    for (x,), (y,) in zip(loader, other, strict=False):
+        with pytest.raises(StepError, match="does not show of which it is"):
+            backward(model, torch.tensor(x.numpy()))
+        backward(model2, y)
+        optimizer2.step()
+        with pytest.raises(StepError, match="second backward on the same batch"):
+            backward(model2, y)
+        optimizer2.zero_grad()
+        backward(model, x)
+        optimizer.step()
+        backward(model2, x)  # the other's batch, counted at its own rate
+        optimizer2.step()
+        break
+    assert optimizer.history == [(0.0, 1.0, 1)] and [rate for _, rate, _ in optimizer2.history] == [0.5, 1.0]
+
+
+def test_a_list_of_a_loaders_batches_is_no_loop_over_it():
+    loader = ftrl_loader(TensorDataset(torch.ones(10, 4)), batch_size=5)
+    for options in ({}, {"noise": fastdp.mechanisms.Lambda(0.5)}):
+        model = nn.Linear(4, 3)
+        optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=1.0, **options)
+        with pytest.raises(StepError, match="loop over the loader, not over a list of its batches"):
+            for (x,) in list(loader):
+                backward(model, x)
+                optimizer.step()
+        optimizer.detach()
 
 
 @dataclasses.dataclass
