@@ -108,3 +108,19 @@ def test_packed_sequences_are_as_many_as_they_are_whatever_was_marked_before() -
     packed = nn.utils.rnn.pack_sequence([torch.randn(n, D) for n in (2, 5, 3)], enforce_sorted=False)
     model(packed)[0].data.square().sum().backward()
     assert gradients.norms().shape == (3,) and len(before) == 8
+
+
+def test_states_of_layers_before_the_input_are_refused_with_the_remedy() -> None:
+    """The first argument is [layers, B, H]."""
+    model = Net(lambda m, state, x: m.rnn(x, (state, state))[0][:, -1], rnn=nn.LSTM(D, 3, 2, batch_first=True))
+    given = torch.zeros(2, 5, 3), torch.randn(5, 4, D)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0)
+    with pytest.raises(SampleMixingError, match=re.escape("(If the batch has not 2 samples, give batch_size=.)")):
+        model(*given).sum().backward()
+    optimizer.detach()
+    engine = fastdp.PerSampleGradients(model, batch_size=5)
+    model(*given).square().sum(1).mean().backward()
+    each = [(given[0][:, b : b + 1], given[1][b : b + 1]) for b in range(5)]
+    found = engine.norms()
+    engine.detach()
+    assert_norms_alone(model, found, each)
