@@ -47,7 +47,7 @@ def mixing_error(layout: Layout) -> SampleMixingError:
         )
     return SampleMixingError(
         f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
-        f"for such a model; {remedy} (If the batch has not {layout.batch} samples, give batch_size=.)",
+        f"for such a model; {remedy} (If the batch does not have {layout.batch} samples, give batch_size=.)",
         layout.mixed,
     )
 

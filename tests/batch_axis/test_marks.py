@@ -115,7 +115,7 @@ def test_states_of_layers_before_the_input_are_refused_with_the_remedy() -> None
     model = Net(lambda m, state, x: m.rnn(x, (state, state))[0][:, -1], rnn=nn.LSTM(D, 3, 2, batch_first=True))
     given = torch.zeros(2, 5, 3), torch.randn(5, 4, D)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0)
-    with pytest.raises(SampleMixingError, match=re.escape("(If the batch has not 2 samples, give batch_size=.)")):
+    with pytest.raises(SampleMixingError, match=re.escape("(If the batch does not have 2 samples, give batch_size=.)")):
         model(*given).sum().backward()
     optimizer.detach()
     engine = fastdp.PerSampleGradients(model, batch_size=5)
