@@ -31,6 +31,7 @@ from ..accounting.runs import finite, run_of, whole
 from ..data.sampler import PoissonSampler
 from ..distributed.world import dealing_world, refuse_several
 from ..errors import ParameterError, StepError
+from ..ops import bounds
 from ..ops.noise import Noise
 from ..optim.moment_checks import check_moments
 from ..optim.optimizer_replacement import _former_of
@@ -210,8 +211,9 @@ class DPFedAvg:
         self._refuse_open("step()")
         now = self._begun()
         sigma, parameters, offset = finite(self.noise_multiplier), trained(self.model), 0
+        std = sigma * now.bound * (1 + bounds.of_sums(self.expected_clients))
         for total in now.sums.values():
-            self._noise.add_scaled_(total, sigma * now.bound, -1 / self.expected_clients, offset)
+            self._noise.add_scaled_(total, std, -1 / self.expected_clients, offset)
             offset += total.numel()
         self._noise.step += 1
         self._ledger.add(sigma, self.sample_rate)  # before the update: if that fails, part of it may be there
