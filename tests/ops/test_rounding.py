@@ -276,6 +276,19 @@ def test_a_sample_among_alike_ones_moves_the_float_sum_by_no_more_than_the_noise
         assert bool((moved < 1 + bounds.of_sums(samples)).all()), "half of it is for batches larger than expected"
 
 
+def test_many_samples_in_several_batches() -> None:
+    """Their sums are added in float32, in which one sample is little beside 64,000."""
+    a, g = torch.full((1000, 16), 0.7), torch.full((1000, 10), 1.3)
+    c = linear_norm_sq(a, g, dtype=torch.float64).rsqrt().float()
+    one, less = linear_clipped_sum(a, g, c), linear_clipped_sum(a[1:], g[1:], c[1:])
+    for place in (0, 32, 63):
+        whole, without = one.clone(), (less if place == 0 else one).clone()
+        for number in range(1, 64):
+            whole += one
+            without += less if number == place else one
+        assert float((whole.double() - without.double()).norm()) < 1 + bounds.of_sums(64_000) < 1.02
+
+
 @pytest.mark.parametrize(("batch", "t"), [(4096, 1), (64, 256)])
 def test_a_sample_moves_the_float_sum_by_no_more_than_its_share(batch: int, t: int) -> None:
     """The sum's own rounding, which depends on all samples, is far below what factors leave of the clipping norm."""
