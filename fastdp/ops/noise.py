@@ -60,11 +60,13 @@ class Noise:
     noise is a function of (key, step, global index).
     """
 
+    saved_at: tuple[int, int] | None = None  # by a run's state: its step, and what it is here
+    loaded_at = -1  # the step of a key that was loaded
+    handed_out = False  # whether others may draw by this key
+
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
         self.step = 0
-        self.saved_at: tuple[int, int] | None = None  # by a run's state: its step, and what it is here
-        self.loaded_at = -1  # the step of a key that was loaded
         self._new_key()
 
     def _new_key(self) -> None:
@@ -77,6 +79,11 @@ class Noise:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MAX_STEP:
             raise ValueError(f"step must be a whole number in [0, 2^48), not {step!r}")
         self._key, self.step, self._process = bytes(key), step, os.getpid()
+
+    def state(self) -> dict[str, Any]:
+        """Return {"key", "step"}, by which others can draw the noise of the coming steps."""
+        self.handed_out = True
+        return {"key": self.key, "step": self.step}
 
     @property
     def secure(self) -> bool:

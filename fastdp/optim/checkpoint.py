@@ -161,7 +161,7 @@ def load_noise(privacy: PrivateStep, state: Any) -> None:
     if mechanism is not None and (problem := mechanism.problem_of(state["key"], state["step"], True)):
         raise StepError(problem)
     noise.restore(state["key"], state["step"])
-    noise.loaded_at, noise.saved_at = noise.step, None
+    noise.loaded_at, noise.saved_at, noise.handed_out = noise.step, None, True
 
 
 def spent_in(carried: dict[str, Any] | None) -> History:

@@ -18,6 +18,7 @@ from ..engine import loss_tracking
 from ..errors import ParameterError, StepError
 from . import checkpoint, fused_update
 from .clipping import ClippingFunction
+from .drawn_noise import checked
 from .option_checks import check_parameters
 from .plain_update import makes_state, unhooked, updated
 from .private_step import PrivateStep
@@ -85,7 +86,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             with privacy.engine.steady():
                 check_parameters(self._params(), privacy.engine)
                 privacy.replica.rates = [rate for group in self.param_groups if isinstance(rate := group["lr"], float)]
-                release = source.release()
+                release = checked(source.release(), privacy)
             try:
                 if kind is not None and updated(kind, self, release):
                     return loss
@@ -272,13 +273,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
         Anyone who has the key can remove the noise from every released step. Keep the key as secret as the data, apart
         from the model's checkpoints, and delete it when the run is over.
         """
-        noise = self._attached().noise
-        return {"key": noise.key, "step": noise.step}
+        return self._attached().noise.state()
 
     def load_noise_state(self, state: dict[str, Any]) -> None:
         """Draw the noise of the run from which the state comes, starting at the step of the state.
 
-        Only to repeat the same steps on the same data: the same noise on two different sums reveals their difference.
+        Only to repeat the same steps on the same data: the same noise on two different sums reveals their difference,
+        and a step raises StepError if this process has drawn its noise for another sum.
         Raises StepError if it is of another moment than the `state_dict()` that was loaded.
         """
         checkpoint.load_noise(self._attached(), state)

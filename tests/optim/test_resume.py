@@ -122,6 +122,37 @@ def test_a_key_of_another_moment_is_refused(key_first):
         assert resumed.noise_state() == noise
 
 
+@pytest.mark.parametrize("rolled_back", [False, True])
+@pytest.mark.parametrize("what", ["the data", "the deviation", "nothing"])
+def test_noise_is_drawn_again_for_the_same_sums_only(what, rolled_back):
+    """Two releases with one noise show the difference of their sums, or the sum."""
+    x, released, state = data(8), [], None
+    model, optimizer = (first := model_of()), optimizer_of(first)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), optimizer.noise_state()))
+    for turn in range(2):
+        if turn and not rolled_back:
+            model = model_of(7)
+            optimizer = optimizer_of(model)
+        if turn:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(copy.deepcopy(state[1]))
+            optimizer.load_noise_state(state[2])
+            x = x + 0.3 if what == "the data" else x
+            optimizer.noise_multiplier = 1.5 if what == "the deviation" else 1.0
+        optimizer._privacy.expected_batch_size = 8
+        backward(model, x)
+        if turn and what != "nothing":
+            with pytest.raises(StepError, match="was drawn before in this process"):
+                optimizer.step()
+            with pytest.raises(StepError, match="without a backward"):  # the sums are gone
+                optimizer.step()
+            assert optimizer.history == []
+        else:
+            optimizer.step()
+            released.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert what != "nothing" or torch.equal(*released)
+
+
 @pytest.mark.parametrize("key_first", [False, True])
 @pytest.mark.parametrize("ledger", [False, True])
 def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first, tmp_path):
