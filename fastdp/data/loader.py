@@ -61,7 +61,7 @@ class PoissonLoader:
         self.loader, self.sampler = loader, sampler
         self.expected_batch_size = expected_batch_size
         self._place = (0, 0)  # pass, and its logical batches handed out whole
-        self._trainers = LoaderUsers()  # of the optimizers that have trained on it
+        self._trainers = LoaderUsers.of(loader.dataset)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy everything except the optimizers: a copy is another loader, and no optimizer has trained on it."""

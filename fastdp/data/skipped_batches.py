@@ -120,7 +120,15 @@ class SkippedBatches:
 
 
 class LoaderUsers(weakref.WeakSet[SkippedBatches]):
-    """Of the optimizers that train, or have trained, on a loader."""
+    """Of the optimizers that train, or have trained, on a loader of a dataset: one made anew is no other."""
+
+    @classmethod
+    def of(cls, dataset: Any) -> LoaderUsers:
+        """Of all loaders of this dataset, if it can be told apart."""
+        try:
+            return _OF_DATA.setdefault(dataset, cls())
+        except TypeError:  # a list, say
+            return cls()
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,6 +139,9 @@ class LoaderUsers(weakref.WeakSet[SkippedBatches]):
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+_OF_DATA: weakref.WeakKeyDictionary[Any, LoaderUsers] = weakref.WeakKeyDictionary()
 
 
 class PassWatch:

@@ -41,17 +41,30 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
     for tensor in nested_tensors(batch):
         tensor.__dict__[tensor_notes.LOADED] = size, loader
     engines = list(ENGINES)
-    rows = all(engine.batching.dim == 0 and not engine.batching.folded for engine in engines)  # one for each sample
-    if not engines or not rows or size <= 1:
+    if not engines or size <= 1:
         return
     moment = Generation(LOADERS)
     _LAST.append(moment)
     start(size, moment, engines[0], [])
     with torch._C.DisableTorchFunction():
         for tensor in nested_tensors(batch):
-            if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
+            layout = None if tensor.is_nested or mark_of(tensor) is not None else _layout_of(tensor, size, engines)
+            if layout is not None:
                 tensor.__dict__[tensor_notes.INPUT] = True
-                tag(tensor, Layout(size))
+                tag(tensor, layout)
+
+
+def _layout_of(tensor: Tensor, size: int, engines: Sequence[Any]) -> Layout | None:
+    """Where the records of a batch lie in one of its tensors, by what the engines are told; None: it is not certain."""
+    dims = {0, *(engine.batching.dim for engine in engines)}
+    each = {1, *(engine.batching.rows_per_sample for engine in engines)}  # rows: of augmentations
+    found = [
+        Layout(size, dim, 1, rows)
+        for dim in dims
+        for rows in each
+        if dim < tensor.dim() and tensor.size(dim) == size * rows
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 current_batch.tell_of_batches(handed_out)
