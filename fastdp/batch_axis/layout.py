@@ -59,6 +59,12 @@ class Layout(NamedTuple):
     total: str = ""
     piece: Any = None
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and all(a is b or _equal(a, b) for a, b in zip(self, other, strict=True))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     @property
     def rows(self) -> int:
         """Rows of `dim`."""
@@ -331,6 +337,12 @@ def layout_of_rows(rows: Tensor, layout: Layout, order: Tensor | None = None, an
             order = order if order is not None and len(order) == size else None
             return layout.taken(dim, taken, order, anew)
     return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)
 
 
 def is_one(owner: Tensor) -> bool:

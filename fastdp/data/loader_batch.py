@@ -53,8 +53,8 @@ class LoaderBatch:
                 "it in the dataset, the collate_fn or the model, or train a step on its loader before the others begin"
             )
         found = current_batch.current()
-        if found is not None and found.size < 0 and found.moment < self._born:
-            return None  # fetched for another optimizer, and left
+        if found is not None and found.moment < self._born and (found.size < 0 or self._loader is None):
+            return None  # of an iteration that was begun for something else, and left: a look at the shapes, perhaps
         return found
 
     def of_no_loop(self) -> str:

@@ -42,6 +42,7 @@ class ForeignParameters:
         self._inputs = self._losses = 0  # made by others, so far; and losses
         self._known: set[tuple[str, ...]] = set()  # how losses were made
         self._warned = False
+        self._met: list[weakref.ref[Tensor]] = []  # leaves that are no Parameters, and got a gradient in one backward
 
     def begin(self) -> None:
         """A forward begins: what stands in `.grad` now does not come of its backward."""
@@ -98,7 +99,11 @@ class ForeignParameters:
             if p is None or not p.requires_grad or p.grad is None:
                 continue
             if p.grad is not before or p.grad._version != version:
-                found.append(name)
+                # (a zero made anew by each forward, from which a sum of losses begins, is trained by nobody)
+                if isinstance(p, nn.Parameter) or any(met() is p for met in self._met):
+                    found.append(name)
+                else:
+                    self._met = [*(met for met in self._met if met() is not None), ref]
         self._before = []
         if not found:
             return

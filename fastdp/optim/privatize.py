@@ -180,7 +180,7 @@ def privatize(
     checkpoint.drop_record(optimizer.param_groups)
     optimizer.__class__ = kind
     assert isinstance(optimizer, PrivateOptimizer)
-    optimizer._patch_step_function()
+    torch.optim.Optimizer.__setstate__(optimizer, {})  # also patches `step`; a wrapper may have made none of the hooks
     optimizer._privacy = privacy
     privacy.ledger.budget = budget
     defer_setup(privacy, optimizer._params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,11 @@ _TRAINED_NOTHING = (
     "{name}.step() found no gradient of {n} parameter(s) that a private optimizer trains: backward keeps its samples' "
     "gradients for the private step(), and leaves .grad alone. Those at hand are dropped. If the batch is not private, "
     "make forward, backward and step within `with private_optimizer.public():`; else call the private step()."
+)
+_WITHHELD = (
+    "{name}.step() found no gradient of {n} of its parameters, as '{first}', in a private optimizer's model: "
+    "a call that uses one of the private parameters (a layer's weight) gives none to its others (the bias). Let the "
+    "private optimizer train them, too, in a group of their own, or freeze them (requires_grad_(False))."
 )
 _WRITTEN = (
     "the gradient that a backward within public() left in .grad was written to since (clip_grad_norm_, a division): "
@@ -114,6 +120,7 @@ def _any(gradient: Tensor) -> Tensor:
 
 _PRIVATE: weakref.WeakSet[PrivateStep] = weakref.WeakSet()
 _HOOKS: list[Any] = []
+_LOOKED_AT: weakref.WeakSet[Any] = weakref.WeakSet()  # ordinary optimizers, at their first step beside a private one
 _STEPS = [0]  # of ordinary optimizers so far
 
 
@@ -136,3 +143,19 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if mine and all(p.grad is None for p in mine):
             privacy.zero_grad()
             raise StepError(_TRAINED_NOTHING.format(name=type(optimizer).__name__, n=len(mine)))
+    if optimizer not in _LOOKED_AT:
+        _warn_of_withheld(optimizer)
+
+
+def _warn_of_withheld(optimizer: Any) -> None:
+    """Of parameters beside private ones of the same calls, which no backward gives a gradient."""
+    without = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None}
+    for privacy in [privacy for privacy in _PRIVATE if privacy._released and not privacy.detached]:
+        _LOOKED_AT.add(optimizer)
+        tracked = set(map(id, privacy.engine.parameters()))
+        owners = [m for m in privacy.engine.model.modules() if any(id(p) in tracked for p in m.parameters(False))]
+        beside = {id(p) for module in owners for p in module.parameters(recurse=False)} - tracked
+        names = [name for name, p in privacy.engine.model.named_parameters() if id(p) in without & beside]
+        if names:
+            text = _WITHHELD.format(name=type(optimizer).__name__, n=len(names), first=names[0])
+            warnings.warn(text, stacklevel=4)

@@ -232,8 +232,8 @@ def places_of(wanted: Rows, rows: Rows, own: Sequence[int]) -> list[int]:
 
     own: where they stand if the program leaves samples in their places, which is kept unless another is far nearer.
     """
-    squares = [torch.cdist(g.flatten(1), rows[n].flatten(1), compute_mode="donot_use_mm_for_euclid_dist").square()
-               for n, g in wanted.items()]  # fmt: skip
+    flat = [(g.reshape(len(g), -1), rows[n].reshape(len(rows[n]), -1)) for n, g in wanted.items()]
+    squares = [torch.cdist(*pair, compute_mode="donot_use_mm_for_euclid_dist").square() for pair in flat]
     found = list[int]()
     for place, off in zip(own, torch.stack(squares).sum(0).nan_to_num(float("inf")).tolist(), strict=True):
         free = [k for k in range(len(off)) if k not in found]

@@ -103,6 +103,28 @@ def test_a_list_of_a_loaders_batches_is_no_loop_over_it():
         optimizer.detach()
 
 
+def test_an_iteration_begun_before_the_optimizer_is_not_what_it_trains_on():
+    """A look at the shapes of another dataset's batches, whose iterator lives on."""
+    looking = iter(fastdp.poisson_loader(TensorDataset(torch.ones(100, 4)), sample_rate=0.5))
+    (x,) = next(looking)
+    model, loader, optimizer = run(len(x))
+    for (own,) in DataLoader(loader.dataset, len(x)):
+        backward(model, own)
+        optimizer.step()
+    assert optimizer.history == [(0.0, None, 1)]
+    for (own,) in loader:
+        backward(model, own)
+        optimizer.step()
+    assert optimizer.history[1:] == [(0.0, 1.0, 1)]
+    model2, optimizer2 = nn.Linear(4, 3), None
+    del looking
+    for (own,) in fastdp.poisson_loader(loader.dataset, sample_rate=0.5, steps=1):  # one that is made within the loop
+        optimizer2 = optimizer2 or fastdp.DPSGD(model2, lr=1.0, noise_multiplier=0.0, loss_reduction="sum")
+        backward(model2, own)
+        optimizer2.step()
+    assert optimizer2.history == [(0.0, 0.5, 1)]
+
+
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor

@@ -6,8 +6,10 @@ import pickle
 
 import pytest
 
+import fastdp
 from fastdp.errors import StepError
 
+from ..by_hand import network, records
 from .skipping import made, train
 
 pytestmark = pytest.mark.slow  # `make test-all` runs it
@@ -65,3 +67,17 @@ def test_resuming_a_right_run_hears_nothing(silent):
 
 
 # --------------------------------------------------------------------------- before training, in eval mode, detached
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_batches_that_are_passed_over_by_loaders_made_anew_are_warned_of(first):
+    """Each draw of one batch, which is left for what is in it; first: the first one, whose purpose is not known."""
+    data, model = records(), network()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
+    for draw in range(4):
+        for batch in fastdp.poisson_loader(data, sample_rate=0.5, steps=1):
+            if draw in ((1, 3) if first else (0, 2)):
+                train(model, optimizer, batch)
+            break
+    with pytest.warns(UserWarning, match=rf"{1 if first else 2} pass\(es\)"):
+        optimizer.epsilon(1e-3)

@@ -240,3 +240,26 @@ def test_long_after_it_is_warned_of() -> None:
 
 
 # --------------------------------------------------------------------------- numbers that come back
+
+
+@pytest.mark.parametrize(
+    "other", [{"rows_per_sample": 3}, {"augmentations": 3}, {"batch_size": 4}, {"batch_first": False}, None]
+)
+@pytest.mark.parametrize("mixed", [lambda x: x - x.mean(0), lambda x: 0.5 * x + 0.5 * x.flip(0)])
+def test_a_batch_is_followed_before_the_model_whatever_other_optimizers_are_told_of_their_rows(
+    other: dict[str, Any] | None, mixed: Callable[[Tensor], Tensor]
+) -> None:
+    """None: the loader's own, with augmentations."""
+    own = {"augmentations": 2} if other is None else {}
+    beside = fastdp.DPSGD(nn.Linear(2, 2), lr=0.1, noise_multiplier=0.0, expected_batch_size=6, **(other or {}))
+    optimizer = fastdp.DPSGD(model := nn.Linear(D, C), lr=0.1, noise_multiplier=0.0, **own)
+    loader = fastdp.poisson_loader(torch.utils.data.TensorDataset(torch.randn(20, D)), expected_batch_size=12, **own)
+    for (x,) in loader:
+        with pytest.raises(SampleMixingError):
+            model(mixed(x)).square().sum(1).mean().backward()
+            optimizer.step()
+        model(x + 1).square().sum(1).mean().backward()
+        optimizer.step()
+        break
+    optimizer.detach()
+    beside.detach()

@@ -94,6 +94,9 @@ def test_what_is_private_or_no_parameter_between_model_and_loss_hears_nothing():
         model = net()
         mine = private(model)
         step([mine], frozen(model(x)).square().sum(1).mean())
+        for _ in range(4):
+            start = torch.zeros((), requires_grad=True)  # made anew: nobody trains it
+            step([mine], start + model(x).square().sum(1).mean())
         target = torch.randn(6, 3, requires_grad=True)  # data
         step([mine], (model(x) - target).square().sum(1).mean())
         public = nn.Linear(4, 3)  # trained beside it, by backwards of its own
@@ -147,3 +150,25 @@ def test_a_sample_rate_far_below_batch_by_records_is_warned_of_once():
     assert rated(0.1) == [] and rated(0.08) == [] and rated(1.0) == []
     assert len(rated(0.04)) == 1
     assert rated(1 / 11, records=601) == []
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_parameters_beside_private_ones_that_another_optimizer_waits_for_in_vain_are_named(with_norm):
+    """Matrices by one optimizer, biases by another: the calls that use both give the biases nothing."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)), torch.randn(6, 4)
+    both = [private(model, [model[0].weight, model[2].weight])]
+    rest = [model[0].bias, model[2].bias, *(model[1].parameters() if with_norm else [])]
+    both.append(torch.optim.AdamW(rest, lr=0.1))
+    with pytest.warns(
+        UserWarning, match=r"AdamW.step\(\) found no gradient of 2 of its parameters, as '0.bias'"
+    ) as found:
+        for _ in range(2):
+            step(both, model(x).square().sum(1).mean())
+    assert sum("in a group of their own" in str(w.message) for w in found) >= 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model[0].bias.requires_grad_(False)
+        model[2].bias.requires_grad_(False)
+        ordinary = torch.optim.AdamW([model[0].bias, model[2].bias], lr=0.1)
+        for _ in range(4):
+            ordinary.step()
