@@ -179,12 +179,19 @@ def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tupl
 def _ordered_rows_may_go(
     layout: Layout | None, source: Layout | None, target: Tensor, items: tuple[Any, ...], value: Any
 ) -> bool:
-    """Whether constants say of rows whose order the data made only that all are written, each alike."""
-    if source is not None:  # to a constant: `_in_new_order` keeps the order
-        return layout is None and len(items) == 1 and isinstance(items[0], Tensor) and permutes(items[0], len(target))
-    everywhere = layout is not None and all(item == slice(None) for item in items[: layout.dim + 1] if item is not ...)
-    tensors = any(isinstance(item, Tensor) for item in items)
-    return everywhere and not tensors and (not isinstance(value, Tensor) or value.numel() == 1)
+    """Whether constants say of rows whose order the data made only that all are written, each alike or by itself."""
+    if layout is None:  # to a constant: `_in_new_order` keeps the order
+        return len(items) == 1 and isinstance(items[0], Tensor) and permutes(items[0], len(target))
+    if any(item is None or isinstance(item, Tensor | bool) for item in items):
+        return False
+    if ... in items:
+        place = items.index(...)
+        items = (*items[:place], *[slice(None)] * (target.dim() - len(items) + 1), *items[place + 1 :])
+    if not all(item == slice(None) for item in items[: layout.dim + 1]):
+        return False
+    if source is None:
+        return not isinstance(value, Tensor) or value.numel() == 1
+    return source.dim == layout.dim == 0 and source == layout and value.shape == target[items].shape
 
 
 def _in_new_order(

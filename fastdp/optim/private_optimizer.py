@@ -387,7 +387,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`, or nothing of it where that raises.
+        """Load a `state_dict()`, noise multiplier and clipping included, or nothing of it where that raises.
 
         Warns if the state comes from an optimizer without privacy.
         """

@@ -110,7 +110,26 @@ def drawn(take, *width):
     return then(write)
 
 
+def chosen(change):
+    """Rows that the data chose, changed in place: numbers and whole samples, put back where they were."""
+
+    def write(m, h):
+        positive = h > 0
+        found = h.clone()
+        numbers, rows = h[positive] * 1.0, h[positive[:, 0]] * 1.0
+        change(numbers, rows)
+        found[positive] = numbers
+        found[positive[:, 0]] = rows
+        return found
+
+    return write
+
+
 BY_PLACE |= {
+    "the first of chosen numbers": chosen(lambda numbers, rows: numbers.__setitem__(0, 3.0)),
+    "the first of chosen numbers, behind an ellipsis": chosen(lambda n, rows: n.__setitem__((..., 0), 3.0)),
+    "the first of chosen rows": chosen(lambda numbers, rows: rows.__setitem__((0, ...), rows[0] * 2)),
+    "chosen rows from others": chosen(lambda numbers, rows: rows.__setitem__((slice(None), 0), rows.flip(0)[:, 0])),
     "others' numbers where a mask was drawn": drawn(lambda h: h.flip(0)),
     "others' numbers where masks were drawn": drawn(lambda h: h.roll(1, 0), C),
 }
@@ -158,6 +177,13 @@ NOT_BY_PLACE = {
     "a matrix as wide as the batch": lambda m, h: torch.einsum(
         "rf,rfi->ri", h[:, :3].tanh().repeat(1, 2), h.new_ones(1, 6, 2).expand(len(h), -1, -1)
     ),
+    "columns of chosen rows": chosen(
+        lambda numbers, rows: rows.__setitem__((slice(None), -1), rows[:, -1] + rows[:, 0])
+    ),
+    "columns of chosen rows, behind an ellipsis": chosen(
+        lambda numbers, rows: rows.__setitem__((..., slice(1, None)), rows[:, 1:] * 2)
+    ),
+    "chosen numbers": chosen(lambda numbers, rows: numbers.__setitem__((...,), numbers * 2 + 1)),
     "own numbers where a mask was drawn": drawn(lambda h: h),
     "own numbers where masks were drawn": drawn(lambda h: h, C),
     "put where masks were drawn": lambda m, h: h + 0 * h.index_put((torch.rand(len(h)) < 0.8,), m.token),
