@@ -50,7 +50,8 @@ def _batch_norm(call: Call) -> Tags:
     if call.name == "batch_norm" and call.argument(5, "training", False):
         raise SampleMixingError(
             f"{call.mixed()} in training mode normalises every sample by the statistics of the whole batch, so "
-            "per-sample gradients do not exist. fastdp.make_compatible(model) makes it a GroupNorm; or call its eval()."
+            "per-sample gradients do not exist. fastdp.make_compatible(model) makes it a GroupNorm, or says "
+            "that it cannot: put one in its place, or call its eval()."
         )
     if call.name == "instance_norm" and call.argument(5, "use_input_stats", True):
         if call.argument(1, "running_mean") is not None:

@@ -79,7 +79,10 @@ _REPLACED = (
     "this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts of a "
     "model in different ways give one optimizer groups, by params=."
 )
-NO_BACKWARD = "step() without a backward since the last one: call loss.backward() first"
+NO_BACKWARD = (
+    "step() without a backward since the last one: call loss.backward() first, without inputs= (which, as "
+    "torch.autograd.grad, leaves other gradients out)"
+)
 OUTSIDE = (
     "no backward since the last step went through a forward of the model, though parameters have gradients: they were "
     "used outside of it, as F.linear(x, model.weight) in the loss, where fastdp knows no sample's gradient. Use them "

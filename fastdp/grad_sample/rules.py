@@ -42,7 +42,8 @@ def attributed(forward_pass: ForwardPass, tensor: Tensor, layout: Layout | None,
         raise BatchLayoutError(
             f"{place}: cannot tell which rows of an input of shape {tuple(tensor.shape)} belong to which of the "
             f"{forward_pass.batch} samples: its origin was not seen (a custom autograd function, perhaps). Call the "
-            "model with the samples along the first dimension, or give batch_size= and batch_first=."
+            "model with the samples along the first dimension, or give batch_size= and batch_first=. A generator's "
+            "step through a private discriminator belongs within optimizer.public()."
         )
     if layout.batch > 1 and not layout.mixed and tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         raise BatchLayoutError(

@@ -139,3 +139,9 @@ def test_what_is_made_of_more_than_sizes_is_not_known():
     assert known(whole[torch.zeros(4, dtype=torch.long, device=META)]) is None
     assert known(torch.arange(4)) is None, "the CPU is asked"
     assert known(numbered(4, META)).numbers().tolist() == [0, 1, 2, 3]
+
+
+def test_layouts_with_rows_in_any_order_compare() -> None:
+    one, same = (Layout(3, owner=torch.tensor([0, 2, 1])) for _ in range(2))
+    assert one == same and not one != same
+    assert one != Layout(3, owner=torch.tensor([0, 1, 2])) and one != Layout(3) and Layout(3) != one and one != 3

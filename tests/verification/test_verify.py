@@ -30,6 +30,22 @@ def test_samples_that_cancel_are_exact():
         fastdp.verify(model, lambda m, b: loss(m, b) * 1.001, (x, torch.tensor([0, 1, 0, 1])), loss_reduction="sum")
 
 
+class Scaled(nn.Linear):
+    """Of a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__(6, 2)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_parameters_without_dimensions_are_compared():
+    loss = lambda m, b: F.cross_entropy(m(b[0]), b[1])
+    assert fastdp.verify(Scaled(), loss, (torch.randn(4, 6), torch.randint(0, 2, (4,)))).ok
+
+
 @pytest.mark.parametrize("part", ["norm_sq", "clipped_sum"])
 def test_the_routes_that_training_takes_are_compared(monkeypatch, part):
     """Not only the per-sample gradients themselves, which training never forms."""
