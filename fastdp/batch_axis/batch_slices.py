@@ -81,14 +81,16 @@ def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
         what,
         call.name == "roll" or call.name in operator_table.COMPUTING or call.name in operator_table.ELEMENTWISE,
     )
-    past = hash((tuple(sorted(piece.past for piece in pieces)), tuple(what)))
-    return first._replace(past=past)
+    pasts = [piece.past for piece in pieces]
+    return first._replace(
+        past=hash((tuple(sorted(pasts) if call.name in operator_table.COMMUTING else pasts), tuple(what)))
+    )
 
 
 def stamp(call: Call) -> None:
     """Note on the results of a call what was done to the parts of the batch among its arguments."""
     batch = call.batch
-    if not _CUT_ONCE or batch <= 1 or call.name in operator_table.COMPARING_PARTS or _begins_a_sum(call):
+    if not _CUT_ONCE or batch <= 1 or _begins_a_sum(call):
         return
     if call.in_place:
         _note_write(call)
@@ -96,7 +98,12 @@ def stamp(call: Call) -> None:
     pieces = [layout.piece for layout in found if layout.piece is not None]
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
-    piece = stamped(pieces, call)
+    if call.name in operator_table.COMPARING_PARTS:
+        if len(pieces) < 2 or len({piece.samples for piece in pieces}) > 1:
+            return  # their rules look at the parts; here it is what lies side by side of the same samples
+        piece = pieces[0]._replace(past=hash((call.name, *(piece.past for piece in pieces))))
+    else:
+        piece = stamped(pieces, call)
     target = _target(call) if call.in_place else None
     if isinstance(target, Tensor) and target._is_view():
         _write(target, batch)

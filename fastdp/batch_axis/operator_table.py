@@ -114,6 +114,10 @@ PICKING_ROWS = _names("__getitem__ index_select")
 LOOKING_UP = _names("take take_along_dim embedding gather", PICKING_ROWS)
 STACKING = _names("stack cat concat concatenate hstack vstack")
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+COMMUTING = _names(
+    "add add_ __add__ __radd__ __iadd__ mul mul_ multiply __mul__ __rmul__ __imul__ maximum minimum eq ne __eq__ "
+    "__ne__ logical_and logical_or logical_xor __and__ __or__ __xor__"
+)
 COMPARING_PARTS = _names("stack cat concat concatenate")  # their rules look at what was done to the parts of a batch
 WRITING_ROWS = _forms("scatter scatter_add scatter_reduce index_add index_put index_copy index_fill", "{}", "{}_")
 SIZED_BY_DATA = _names(

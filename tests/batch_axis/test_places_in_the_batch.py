@@ -30,6 +30,16 @@ BY_PLACE = {
     "a part of a buffer": lambda m, h: h * m.table[: len(h)],
     "halves": lambda m, h: torch.cat([h[: len(h) // 2] * 3, -h[len(h) // 2 :]]),
     "halves through two functions": lambda m, h: torch.cat([h[:3].relu(), h[3:].tanh()]),
+    "halves beside what was made of them otherwise": lambda m, h: torch.cat(
+        [torch.cat([h[:3], h[:3].relu()], 1), torch.cat([h[3:], h[3:].tanh()], 1)]
+    ),
+    "halves stacked with what was made of them otherwise": lambda m, h: torch.cat(
+        [torch.stack([h[:3], h[:3].relu()], 1), torch.stack([h[3:], h[3:].tanh()], 1)]
+    ).flatten(1),
+    "halves beside what was made of them, the other way round": lambda m, h: torch.cat(
+        [torch.cat([h[:3], h[:3].relu()], 1), torch.cat([h[3:].relu(), h[3:]], 1)]
+    ),
+    "halves subtracted the other way round": lambda m, h: torch.cat([h[:3] - h[:3].relu(), h[3:].relu() - h[3:]]),
     "halves by two parameters": lambda m, h: torch.cat([h[:3] * m.w[0], h[3:] * m.w[1]]),
     "parts by number": lambda m, h: torch.cat([p * (1 + i) for i, p in enumerate(h.chunk(3))]),
     "parts of vsplit by number": lambda m, h: torch.cat([p * (1 + i) for i, p in enumerate(h.vsplit([2, 3]))]),
@@ -158,6 +168,10 @@ NOT_BY_PLACE = {
     "places of the width": lambda m, h: h + m.w[:C].sum(1),
     "equal parts": lambda m, h: torch.cat([p.relu() * 3 for p in h.split(4)]),
     "parts put together again": lambda m, h: torch.cat([h[:2], h[2:]]),
+    "rows cut within samples, beside what was made of them": lambda m, h: torch.cat(
+        [torch.cat([p, p.tanh()], 1) for p in h.reshape(-1, 1).split(C * 5)]
+    ).view(len(h), -1),
+    "halves added the other way round": lambda m, h: torch.cat([h[:3] + h[:3].relu(), h[3:].relu() + h[3:]]),
     "parts of vsplit": lambda m, h: torch.cat([p.tanh() * m.w[0] for p in torch.vsplit(h, [1, 3])]),
     "parts of hsplit": lambda m, h: torch.cat([p.tanh() for p in torch.hsplit(h.T, [2])], 1).T,
     "parts of hsplit's only dimension": lambda m, h: torch.cat([p.tanh() for p in h.sum(1).hsplit([2])])[:, None],
