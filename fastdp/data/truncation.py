@@ -29,7 +29,7 @@ def truncation(samples: int, sample_rate: float, max_batch_size: int) -> float:
 
     if max_batch_size > samples:
         return 0.0
-    found = float(bdtrc(float(max_batch_size), float(samples + 1), sample_rate))
+    found = float(bdtrc(float(max_batch_size), samples + 1, sample_rate))
     return min(1.0, max(found * (1 + 1e-9), _LEAST))  # never 0, though the number be too small for float64
 
 

@@ -197,7 +197,7 @@ class LossTracking(TorchFunctionMode):
         if self.what is not what or what.waits() or any(w.waits() for w in self.waiting):
             return
         self.finish()
-        if self.thread == threading.get_ident() and not moving():
+        if threading is not None and self.thread == threading.get_ident() and not moving():  # (None: Python ends)
             remove_over()
 
     def finish(self) -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow  # `make test-all` runs it
 
 
 @pytest.mark.parametrize(("samples", "rate", "size"), [(12, 0.3, 7), (40, 0.05, 20), (5, 1.0, 4), (9, 0.5, 0)])
+@pytest.mark.filterwarnings("error")
 def test_the_probability_is_the_tail_of_one_sample_more(samples: int, rate: float, size: int) -> None:
     q, n = Fraction(rate), samples + 1
     tail = sum(math.comb(n, k) * q**k * (1 - q) ** (n - k) for k in range(size + 1, n + 1))
