@@ -174,8 +174,8 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
     if packed:
         return int(packed[0].batch_sizes[0])
     raise StepError(
-        "the model was called without a tensor that has a batch dimension: call it through its forward, with the data as "
-        "tensors (arrays are not followed); give batch_size= to the optimizer; or say how many samples there are by "
+        "the model was called without a tensor that has a batch dimension: call it through its forward, with the data "
+        "as tensors (arrays are not followed); give batch_size= to the optimizer; or say how many samples there are by "
         "fastdp.mark_rows(..., samples=)"
     )
 
