@@ -65,6 +65,17 @@ class LoaderBatch:
             ". (The batch is of a loader that no loop iterates: loop over the loader, not over a list of its batches)"
         )
 
+    def trained(self) -> current_batch.PhysicalBatch | None:
+        """`current`, of a backward. Raises StepError if another loader has handed out a batch since it did."""
+        found = self.current()
+        if found is not None and current_batch.TOLD[0] not in (0, found.loader):
+            raise StepError(
+                "another loader has handed out a batch since the one that the model is trained on, so fastdp has not "
+                "followed what the loop made of this one (inputs, labels). Train on a batch before the next loader is "
+                "asked for one: in place of zip(a, b), loop over a, train, and take next(batches_of_b)"
+            )
+        return found
+
     def current(self) -> current_batch.PhysicalBatch | None:
         """The same; its loader is from now on the one that the optimizer trains on."""
         found = self.batch()

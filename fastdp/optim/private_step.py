@@ -212,7 +212,7 @@ class PrivateStep:
         self.replica.check()
         check_samples(self.world)
         self.replica.check_others(self.engine)
-        current = self.loader_batch.current()
+        current = self.loader_batch.trained()
         if current is None:
             if self.world.share[1] == 1:
                 self.rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)

@@ -73,22 +73,25 @@ def test_a_logical_batch_left_in_the_middle_is_dropped():
 
 def test_two_loaders_at_once_are_told_apart_by_what_the_model_is_given_or_refused():
     model, loader, optimizer = run()
-    other = fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=0.5, steps=2)
+    before, after = (fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=0.5) for _ in range(2))
     model2, _, optimizer2 = run()
-    for (x,), (y,) in zip(loader, other, strict=False):
+    (y,) = next(other := iter(before))
+    for (x,) in loader:
         with pytest.raises(StepError, match="does not show of which it is"):
             backward(model, torch.tensor(x.numpy()))
-        backward(model2, y)
-        optimizer2.step()
-        with pytest.raises(StepError, match="second backward on the same batch"):
-            backward(model2, y)
-        optimizer2.zero_grad()
         backward(model, x)
         optimizer.step()
         backward(model2, x)  # the other's batch, counted at its own rate
         optimizer2.step()
-        break
-    assert optimizer.history == [(0.0, 1.0, 1)] and [rate for _, rate, _ in optimizer2.history] == [0.5, 1.0]
+        with pytest.raises(StepError, match="another loader has handed out a batch since"):
+            backward(model2, y)  # had the loop mixed it, nothing would have seen that
+        (y,) = next(other := iter(after))
+        backward(model2, y)
+        optimizer2.step()
+        with pytest.raises(StepError, match="second backward on the same batch"):
+            backward(model2, y)
+    del other
+    assert optimizer.history == [(0.0, 1.0, 1)] and [rate for _, rate, _ in optimizer2.history] == [1.0, 0.5]
 
 
 def test_a_list_of_a_loaders_batches_is_no_loop_over_it():
