@@ -40,7 +40,7 @@ class PhysicalBatch(NamedTuple):
 
 _MOMENTS = itertools.count()
 TELL: list[Callable[[Any, int, int], None]] = []
-TOLD = [0]  # the id of the loader of which a batch was handed out last
+LAST = [0]  # the id of the loader of which a batch was handed out last
 WAITING = -1  # the number of a batch that is none, as nothing is in hand yet; one less each time it is asked for
 ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
 
@@ -75,7 +75,6 @@ def tell_of_batches(function: Callable[[Any, int, int], None]) -> None:
 
 def tell(batch: Any, records: int, loader: int = 0) -> None:
     """A loader hands out a batch."""
-    TOLD[0] = loader
     for function in TELL:
         function(batch, records, loader)
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from ..accounting import steps_per_epoch
 from ..accounting.participation import Participation
-from ..batch_axis.current_batch import ACTIVE, WAITING, PhysicalBatch, now, tell
+from ..batch_axis.current_batch import ACTIVE, LAST, WAITING, PhysicalBatch, now, tell
 from ..batch_axis.row_groups import People
 from ..distributed.failure_signal import signals_failure
 from ..distributed.fingerprints import mark_of_records
@@ -194,7 +194,7 @@ class PoissonLoader:
 
     def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
         _WATCHED[mine].hand((place[0], place[1] + (not note.final)))
-        self._place = place
+        self._place, LAST[0] = place, id(self)
         before = ACTIVE.pop(mine, None)  # to the end: it advanced last
         ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken, moment=now())
 
