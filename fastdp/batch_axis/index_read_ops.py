@@ -279,7 +279,8 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
     if by is not None:
         own = torch.equal(spread(by.owners(index.device), by.dim, index.shape), owners)
         return by._replace(is_row_index=layout.is_row_index) if own else call.combined(_OTHERS)
-    return (None if layout.order is not None else layout_of_rows(index, layout)) or call.combined(_SEVERAL)
+    found = None if layout.order is not None else layout_of_rows(index, layout)
+    return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found)
 
 
 _BASE = T._base.__get__  # type: ignore[union-attr]

@@ -171,8 +171,12 @@ def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tupl
         return False
     if source is not None and (source.piece is None or source.alone >= 0):
         return False  # a sample's own (in a loop over them), or all samples'
-    owners = spread(layout.owners(target.device), layout.dim, target.shape)[items]
-    times = torch.bincount(owners.flatten(), minlength=layout.batch)
+    return _unequal(spread(layout.owners(target.device), layout.dim, target.shape)[items], layout.batch)
+
+
+def _unequal(owners: Tensor, batch: int) -> bool:
+    """Whether some samples are there more often than others."""
+    times = torch.bincount(owners.flatten(), minlength=batch)
     return bool((times != times[0]).any())
 
 
@@ -321,6 +325,9 @@ def _scatter(call: Call) -> Tags:
     cut = tuple(slice(size) for size in index.shape)
     owners = [spread(one.owners(target.device), dim, t.shape)[cut] for one, t in ((rows, source), (by, index)) if one]
     write = Write(target, lambda t: t.gather(dim, index), owners, rows, by is not None)
+    if layout is not None and known == [layout] and layout.alone < 0 and layout.owner is None:
+        if _unequal(write.places(spread(layout.owners(target.device), dim, target.shape)), layout.batch):
+            return call.all_combined(BY_POSITION)
     if layout is not None:
         return [(call.out, layout if write.fits(layout) else call.combined(_MIXES))]
     return [(call.out, _of_constant(call, write, dim) or call.combined(_MIXES))]

@@ -40,6 +40,11 @@ BY_PLACE = {
         [torch.cat([h[:3], h[:3].relu()], 1), torch.cat([h[3:].relu(), h[3:]], 1)]
     ),
     "halves subtracted the other way round": lambda m, h: torch.cat([h[:3] - h[:3].relu(), h[3:].relu() - h[3:]]),
+    "the first gathered": lambda m, h: h.gather(0, torch.zeros(1, C, dtype=torch.long)),
+    "the first for each": lambda m, h: h.sum(1).gather(0, torch.zeros(len(h), dtype=torch.long))[:, None],
+    "some taken along": lambda m, h: h.sum(1).take_along_dim(torch.arange(3), 0)[:, None],
+    "constants scattered to the first": lambda m, h: h.scatter(0, torch.zeros(1, C, dtype=torch.long), 3.0),
+    "constants scattered and added": lambda m, h: h.sum(1).scatter_add(0, torch.arange(2), torch.ones(2))[:, None],
     "halves by two parameters": lambda m, h: torch.cat([h[:3] * m.w[0], h[3:] * m.w[1]]),
     "parts by number": lambda m, h: torch.cat([p * (1 + i) for i, p in enumerate(h.chunk(3))]),
     "parts of vsplit by number": lambda m, h: torch.cat([p * (1 + i) for i, p in enumerate(h.vsplit([2, 3]))]),
@@ -172,6 +177,8 @@ NOT_BY_PLACE = {
         [torch.cat([p, p.tanh()], 1) for p in h.reshape(-1, 1).split(C * 5)]
     ).view(len(h), -1),
     "halves added the other way round": lambda m, h: torch.cat([h[:3] + h[:3].relu(), h[3:].relu() + h[3:]]),
+    "each gathered": lambda m, h: h.gather(0, torch.arange(len(h))[:, None].expand(-1, C)) * 2,
+    "constants scattered to all": lambda m, h: h.scatter(0, torch.arange(len(h))[:, None], 3.0),
     "parts of vsplit": lambda m, h: torch.cat([p.tanh() * m.w[0] for p in torch.vsplit(h, [1, 3])]),
     "parts of hsplit": lambda m, h: torch.cat([p.tanh() for p in torch.hsplit(h.T, [2])], 1).T,
     "parts of hsplit's only dimension": lambda m, h: torch.cat([p.tanh() for p in h.sum(1).hsplit([2])])[:, None],
