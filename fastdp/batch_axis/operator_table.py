@@ -131,7 +131,10 @@ BY_LENGTHS = _names("lstm gru rnn_tanh rnn_relu _pad_packed_sequence _pack_padde
 LIKE = _names("zeros_like ones_like full_like empty_like rand_like randn_like")  # constants: no values in
 SHAPED = _names("new new_zeros new_ones new_empty new_full", LIKE)
 FILLING = _names("zeros ones full empty new new_zeros new_ones new_full zeros_like ones_like full_like")
-NUMBERING = _names("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander")
+NUMBERING = _names(
+    "arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander hann_window hamming_window "
+    "bartlett_window blackman_window kaiser_window"
+)
 DRAWING = _names(
     "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial poisson bernoulli_ "
     "normal_ uniform_ exponential_ random_ cauchy_ log_normal_ geometric_ dropout alpha_dropout trunc_normal_"

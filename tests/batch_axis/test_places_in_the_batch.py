@@ -23,6 +23,7 @@ def first_three_times(z: torch.Tensor) -> torch.Tensor:
 
 BY_PLACE = {
     "a range": lambda m, h: h * torch.linspace(-3, 3, 6)[: len(h), None],
+    "a window": lambda m, h: h * torch.hann_window(len(h))[:, None],
     "numbers of rows": lambda m, h: h + torch.arange(len(h))[:, None],
     "the identity": lambda m, h: h + torch.eye(len(h), C),
     "a part of a parameter": lambda m, h: h * m.w[: len(h)],
