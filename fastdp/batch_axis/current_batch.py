@@ -90,9 +90,10 @@ class SampleGroups:
     def __init__(self) -> None:
         self.batch_in_hand: Callable[[], PhysicalBatch | None] = current
         self.in_hand: int | None = None  # when a loader handed out the batch of the last forward
-        self.given_by = 0  # the id of the loader of which the model's last inputs are, if they show it
+        self._loaders = set[int]()  # of which the inputs of forwards were since the last backward; 0: not shown
         self._said: People | None = None
         self._used = False  # what was said, by a backward
+        self._ended = False  # a backward has come since the last forward
 
     def say(self, keys: Any) -> None:
         """One key a record of the coming batch; None: from now on a sample is a record again."""
@@ -101,6 +102,16 @@ class SampleGroups:
             return
         numbers, known = numbers_of(keys)
         self._said, self._used = People(torch.tensor(numbers, dtype=torch.long), known), False
+
+    def given(self, loader: int) -> None:
+        """A forward begins, on inputs of the loader with this id; 0: they do not show one."""
+        self._loaders = {loader} if self._ended else self._loaders | {loader}
+        self._ended = False
+
+    @property
+    def given_by(self) -> int:
+        """The id of the loader of which the inputs are that the coming backward, or the last one, goes through."""
+        return next(iter(self._loaders)) if len(self._loaders) == 1 else 0
 
     def grouped(self) -> bool:
         """Whether the records of the batch in hand, or of the coming one, are of persons."""
@@ -114,7 +125,7 @@ class SampleGroups:
                 "group_by() was called between a forward and its backward, so this batch was taken for records, not "
                 "groups of them: call group_by() with the keys of a batch before the model sees it"
             )
-        self._used = self._used or people is self._said
+        self._used, self._ended = self._used or people is self._said, True
 
     def of_batch(self, batch: int) -> People | None:
         """The persons of a batch of so many records; None: a sample is a record."""

@@ -41,9 +41,13 @@ class LoaderBatch:
         return None if self.stands_in else self.batch()
 
     def batch(self) -> current_batch.PhysicalBatch | None:
+        """The batch that the model was given, of which a loader is if it shows one; else that in hand."""
+        given = self._given_by()
+        shown = current_batch.current(given) if given else None
+        return self._in_hand() if shown is None else shown
+
+    def _in_hand(self) -> current_batch.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
-        if (given := self._given_by()) and (shown := current_batch.current(given)) is not None:
-            return shown
         if self._loader is not None and (mine := current_batch.current(self._loader)) is not None:
             return mine
         # an iteration that stands still since before the optimizer was made is one that an exception left behind
@@ -66,8 +70,11 @@ class LoaderBatch:
         )
 
     def trained(self) -> current_batch.PhysicalBatch | None:
-        """`current`, of a backward. Raises StepError if another loader has handed out a batch since it did."""
-        found = self.current()
+        """The batch of a backward, whose loader is from now on the one that the optimizer trains on.
+
+        Raises StepError if another loader has handed out a batch since it did.
+        """
+        found = self._bound(self.batch())
         if found is not None and current_batch.LAST[0] != found.loader:
             raise StepError(
                 "another loader has handed out a batch since the one that the model is trained on, so fastdp has not "
@@ -77,8 +84,10 @@ class LoaderBatch:
         return found
 
     def current(self) -> current_batch.PhysicalBatch | None:
-        """The same; its loader is from now on the one that the optimizer trains on."""
-        found = self.batch()
+        """The batch in hand; its loader is from now on the one that the optimizer trains on."""
+        return self._bound(self._in_hand())
+
+    def _bound(self, found: current_batch.PhysicalBatch | None) -> current_batch.PhysicalBatch | None:
         if found is not None:
             self._loader = found.loader
             self.seeded |= found.seeded

@@ -164,7 +164,7 @@ class Forward(Engine):
             self._turn.take(backward.thread())
         if not recomputing or not path:
             self.batch = self._samples(args, kwargs)
-            backward.whose.given_by = loader_of(nested_tensors((args, kwargs)))
+            backward.whose.given(loader_of(nested_tensors((args, kwargs))))
             self.people = backward.whose.of_batch(self.batch)
         if not recomputing:
             if not path:

@@ -94,6 +94,18 @@ def test_two_loaders_at_once_are_told_apart_by_what_the_model_is_given_or_refuse
     assert optimizer.history == [(0.0, 1.0, 1)] and [rate for _, rate, _ in optimizer2.history] == [1.0, 0.5]
 
 
+def test_a_step_is_of_the_batch_of_its_backward_whatever_the_model_saw_since():
+    """A look at a batch of another loader, with gradients on, between backward and step."""
+    model, loader, optimizer = run()
+    other = iter(fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=0.5))
+    for (x,) in loader:
+        backward(model, x)
+        (y,) = next(other)
+        model(y)
+        optimizer.step()
+    assert optimizer.history == [(0.0, 1.0, 1)]
+
+
 def test_a_list_of_a_loaders_batches_is_no_loop_over_it():
     loader = ftrl_loader(TensorDataset(torch.ones(10, 4)), batch_size=5)
     for options in ({}, {"noise": fastdp.mechanisms.Lambda(0.5)}):
