@@ -75,7 +75,7 @@ class LoaderBatch:
         Raises StepError if another loader has handed out a batch since it did.
         """
         found = self._bound(self.batch())
-        if found is not None and current_batch.LAST[0] != found.loader:
+        if found is not None and not found.skipped and current_batch.LAST[0] != found.loader:
             raise StepError(
                 "another loader has handed out a batch since the one that the model is trained on, so fastdp has not "
                 "followed what the loop made of this one (inputs, labels). Train on a batch before the next loader is "
