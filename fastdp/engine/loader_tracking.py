@@ -26,6 +26,9 @@ _MORE_ROWS = (
 )
 
 _LAST: list[Generation] = []  # of batches that loaders handed out
+_FOLLOWED = [
+    (0, 0)
+]  # the number of the last of them, and the id of its loader, 0 of one that is not asked for its batch
 _TRAINED = [0]  # backwards of all engines, when the last one was
 _GIVEN = [0]  # the number of the moment of the batch that a model was given since; 0 if that is not known
 
@@ -45,6 +48,7 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
         return
     moment = Generation(LOADERS)
     _LAST.append(moment)
+    _FOLLOWED[0] = moment.number, loader
     start(size, moment, engines[0], [])
     with torch._C.DisableTorchFunction():
         for tensor in nested_tensors(batch):
@@ -71,9 +75,15 @@ current_batch.tell_of_batches(handed_out)
 
 
 def loader_of(tensors: Sequence[Tensor]) -> int:
-    """The id of the loader of whose batch these are, a model's inputs; 0 if they do not show it."""
-    told = (tensor.__dict__.get(tensor_notes.LOADED, (0, 0))[1] for tensor in tensors)
-    return next((loader for loader in told if loader), 0)
+    """The id of the loader of whose batch a model's inputs are, or are made in sight; 0 if they do not show it."""
+    last, its_loader = _FOLLOWED[0]
+    for tensor in tensors:
+        moment, told = generation_of(tensor), tensor.__dict__.get(tensor_notes.LOADED, (0, 0))[1]
+        if told:
+            return int(told)
+        if moment is not None and moment.owner is LOADERS and moment.number == last:
+            return its_loader
+    return 0
 
 
 def given_to_model(tensors: Sequence[Tensor]) -> None:

@@ -28,9 +28,9 @@ DRIFT = 1 / 10
 FEW = 1.5
 # A sample moves a float32 sum over n samples by its own part and by what the others' terms are rounded to without it:
 # MEASURED at most 7 n roundings of the clipping norm, of samples that are alike, or by turns. This is twice that, so it
-# holds for random batches of up to twice the expected size, too. Each sample beyond MANY adds less than 2 roundings, in
+# holds for random batches of up to twice the expected size, too. Each sample beyond MANY_SAMPLES adds less than 2 roundings, in
 # several physical batches, too.
-MOVED, MANY = 2.0**-20, 4096
+MOVED, MANY_SAMPLES = 2.0**-20, 4096
 
 
 def unit(tensor: Tensor) -> float:
@@ -49,7 +49,7 @@ def roundings(terms: int, blocks: bool = True) -> float:
 def of_sums(expected: float) -> float:
     """The share of the clipping norm by which one sample may move the float32 sum of a batch of this expected size
     further than its own part does, and than factors leave room for."""
-    return max(0.0, MOVED * (min(expected, MANY) + max(expected - MANY, 0) / 4) - MARGIN)
+    return max(0.0, MOVED * (min(expected, MANY_SAMPLES) + max(expected - MANY_SAMPLES, 0) / 4) - MARGIN)
 
 
 def enlarged(norm_sq: Tensor, bound: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ ROUNDING_COMPILED = 8 * 2.0**-24
 GRAM_TOLERANCE = 4e-6
 TINY = 1.2e-38  # a product of float32 may lose so much
 GRAM_PARTS = 4  # numbers of a block of the compiled kernel (csrc/cpu/gram.h)
-SUMMED = 256  # rows of a product on the CPU whose terms a library sums as it likes
+BLOCK_ROWS = 256  # rows of a product on the CPU whose terms a library sums as it likes
 MANY_POSITIONS = 48  # of which each is so small a part of a sample's that such sums are off by less than is tolerated
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
@@ -176,11 +176,11 @@ def _products(a: Tensor, g: Tensor, positions: int, into: Tensor | None = None) 
     multiply, add = (torch.mm, torch.addmm) if a.dim() == 2 else (torch.bmm, torch.baddbmm)
     rows = a.size(-2)
     with full_float32(a):
-        if a.device.type != "cpu" or rows <= SUMMED or positions >= MANY_POSITIONS:
+        if a.device.type != "cpu" or rows <= BLOCK_ROWS or positions >= MANY_POSITIONS:
             return multiply(g.mT, a, out=into)
         # A library's own blocks have other borders if one row is missing (the last two are made equally long), so that
         # the terms of other samples would be rounded otherwise.
-        parts = zip(a.split(SUMMED, -2), g.split(SUMMED, -2), strict=True)
+        parts = zip(a.split(BLOCK_ROWS, -2), g.split(BLOCK_ROWS, -2), strict=True)
         first, of_first = next(parts)
         total = multiply(of_first.mT, first, out=into)
         for part, of_part in parts:
