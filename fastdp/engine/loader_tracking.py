@@ -26,9 +26,7 @@ _MORE_ROWS = (
 )
 
 _LAST: list[Generation] = []  # of batches that loaders handed out
-_FOLLOWED = [
-    (0, 0)
-]  # the number of the last of them, and the id of its loader, 0 of one that is not asked for its batch
+_FOLLOWED = [(0, 0)]  # the number of the last of them, and its loader's id
 _TRAINED = [0]  # backwards of all engines, when the last one was
 _GIVEN = [0]  # the number of the moment of the batch that a model was given since; 0 if that is not known
 

@@ -28,8 +28,8 @@ DRIFT = 1 / 10
 FEW = 1.5
 # A sample moves a float32 sum over n samples by its own part and by what the others' terms are rounded to without it:
 # MEASURED at most 7 n roundings of the clipping norm, of samples that are alike, or by turns. This is twice that, so it
-# holds for random batches of up to twice the expected size, too. Each sample beyond MANY_SAMPLES adds less than 2 roundings, in
-# several physical batches, too.
+# holds for random batches of up to twice the expected size, too. Each sample beyond MANY_SAMPLES adds less than 2
+# roundings, in several physical batches, too.
 MOVED, MANY_SAMPLES = 2.0**-20, 4096
 
 

@@ -73,7 +73,7 @@ def test_a_logical_batch_left_in_the_middle_is_dropped():
 
 def test_two_loaders_at_once_are_told_apart_by_what_the_model_is_given_or_refused():
     model, loader, optimizer = run()
-    before, after = (fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=0.5) for _ in range(2))
+    before, after = (fastdp.poisson_loader(TensorDataset(torch.ones(60, 4)), sample_rate=0.5) for _ in range(2))
     model2, _, optimizer2 = run()
     (y,) = next(other := iter(before))
     for (x,) in loader:
@@ -96,14 +96,13 @@ def test_two_loaders_at_once_are_told_apart_by_what_the_model_is_given_or_refuse
 
 def test_loaders_in_turn_are_told_apart_by_what_was_made_of_their_batches_too():
     """As `x.to(device)` is on a GPU: the remedy for loaders in lockstep."""
-    (model, loader, optimizer), (model2, loader2, optimizer2) = run(steps=3), run(q=0.5, steps=3)
+    (model, loader, optimizer), (model2, loader2, optimizer2) = run(steps=3), run(n=60, q=0.5, steps=3)
     batches = iter(loader2)
     for (x,) in loader:
         backward(model, x.double().float())
         optimizer.step()
         (y,) = next(batches)
-        if len(y) > 1:  # (of one record nothing is followed)
-            backward(model2, y * 2 - 1)
+        backward(model2, y * 2 - 1)
         optimizer2.step()
     assert optimizer.history == [(0.0, 1.0, 3)] and optimizer2.history == [(0.0, 0.5, 3)]
 
@@ -111,7 +110,7 @@ def test_loaders_in_turn_are_told_apart_by_what_was_made_of_their_batches_too():
 def test_a_step_is_of_the_batch_of_its_backward_whatever_the_model_saw_since():
     """A look at a batch of another loader, with gradients on, between backward and step."""
     model, loader, optimizer = run()
-    other = iter(fastdp.poisson_loader(TensorDataset(torch.ones(10, 4)), sample_rate=0.5))
+    other = iter(fastdp.poisson_loader(TensorDataset(torch.ones(60, 4)), sample_rate=0.5))
     for (x,) in loader:
         backward(model, x)
         (y,) = next(other)
