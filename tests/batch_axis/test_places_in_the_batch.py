@@ -126,6 +126,14 @@ def drawn(take, *width):
     return then(write)
 
 
+def all_chosen_by_chance(m, h):
+    """Each row passes the mask in this batch: in another, the rows beside the chosen ones would be others'."""
+    positive = h.exp()
+    rows = positive[positive[:, 0] > 0] * 1.0
+    rows[:, 0] = h[:, 1]
+    return rows
+
+
 def chosen(change):
     """Rows that the data chose, changed in place: numbers and whole samples, put back where they were."""
 
@@ -142,6 +150,7 @@ def chosen(change):
 
 
 BY_PLACE |= {
+    "the batch's numbers beside chosen rows": all_chosen_by_chance,
     "the first of chosen numbers": chosen(lambda numbers, rows: numbers.__setitem__(0, 3.0)),
     "the first of chosen numbers, behind an ellipsis": chosen(lambda n, rows: n.__setitem__((..., 0), 3.0)),
     "the first of chosen rows": chosen(lambda numbers, rows: rows.__setitem__((0, ...), rows[0] * 2)),

@@ -14,6 +14,7 @@ import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError, ParameterError, StepError
 from fastdp.mechanisms import DPFedAvg
+from fastdp.ops.noise import Noise
 
 CLIENTS, R = 8, 0.4
 
@@ -140,6 +141,13 @@ def test_noise_is_sigma_r_over_the_expected_clients_and_a_round_without_clients_
         fed.step()
         again = (model.weight.detach() - first).double().flatten()
         assert abs(float(torch.corrcoef(torch.stack([first.double().flatten(), again]))[0, 1])) < 0.02
+
+
+def test_noise_is_for_what_rounding_adds_to_the_sensitivity(monkeypatch: pytest.MonkeyPatch) -> None:
+    stds: list[float] = []
+    monkeypatch.setattr(Noise, "add_scaled_", lambda source, total, std, *more: stds.append(std) or total)
+    made(nn.Linear(3, 2), noise_multiplier=1.5, max_update_norm=0.2, clients=800).step()
+    assert stds == pytest.approx([0.3 * (1 + 2.0**-20 * 800 - 4e-6)] * 2, rel=1e-12)
 
 
 def test_a_client_moves_the_sum_by_at_most_r() -> None:

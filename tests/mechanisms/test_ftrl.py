@@ -145,6 +145,13 @@ def test_the_noise_of_prefix_sums_has_the_variance_of_theory(reduced: bool) -> N
     assert variance_of(13, reduced) == pytest.approx(8 / 15 + 4 / 7 + 1 if reduced else 3)
 
 
+def test_the_noise_of_a_tree_is_for_what_rounding_adds_to_the_sensitivity(monkeypatch: pytest.MonkeyPatch) -> None:
+    stds: list[float] = []
+    monkeypatch.setattr(TreeNoise, "add_tree_", lambda noise, sums, offsets, std: stds.append(std))
+    train(made(model := network()), model, ftrl_loader(data(), batch_size=12))
+    assert stds == pytest.approx([0.35 * (1 + 2.0**-20 * 12 - 4e-6)] * 2, rel=1e-12)
+
+
 @pytest.mark.parametrize("reduced", [True, False])
 def test_a_sums_low_bits_do_not_stand_bare_beside_a_grid(reduced: bool) -> None:
     """The sum is not rounded, so its noise must not be: else what is left of a 64th of the noise would be the sum's."""

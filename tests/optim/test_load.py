@@ -226,3 +226,23 @@ def test_torch_loads_groups_in_any_order_and_refuses_others(whole):
         assert not any("fastdp" in group for group in resumed.param_groups)
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert listed(resumed.state[theirs]) == listed(optimizer.state[mine])
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Of another optimizer, as timm's Lookahead: torch's own __init__, which makes the hooks, was not called."""
+
+    def __init__(self, base):
+        self.base, self.defaults, self.param_groups, self.state = base, base.defaults, base.param_groups, base.state
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+def test_an_optimizer_that_wraps_another_one_trains_and_loads():
+    model = model_of()
+    optimizer = fastdp.privatize(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)), model, **GIVEN)
+    steps(optimizer, model, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    steps(optimizer, model, 1)
+    optimizer.load_state_dict(state)
+    assert optimizer.history == [(1.0, 0.1, 2)]

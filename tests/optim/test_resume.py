@@ -153,6 +153,21 @@ def test_noise_is_drawn_again_for_the_same_sums_only(what, rolled_back):
     assert what != "nothing" or torch.equal(*released)
 
 
+def test_correlated_noise_is_not_drawn_again_without_the_earlier_steps_part_of_it():
+    """The key alone, without the block that it belongs to: the same sum under both, and the difference is noise."""
+    loader = fastdp.mechanisms.fixed_order_loader(TensorDataset(data(36)), batch_size=6)
+    make = lambda model: fastdp.DPSGD(model, lr=0.1, noise_multiplier=4.0, noise=fastdp.mechanisms.Lambda(0.9))
+    model = model_of()
+    _, (weights, place, _, noise) = train(model, loader, make(model), 1, 2)
+    again = model_of()
+    again.load_state_dict(weights)
+    loader.load_state_dict(place)
+    other = make(again)
+    other.load_noise_state(noise)
+    with pytest.raises(StepError, match="was drawn before in this process"):
+        train(again, loader, other, 1)
+
+
 @pytest.mark.parametrize("key_first", [False, True])
 @pytest.mark.parametrize("ledger", [False, True])
 def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first, tmp_path):
