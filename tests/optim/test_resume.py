@@ -166,6 +166,7 @@ def test_correlated_noise_is_not_drawn_again_without_the_earlier_steps_part_of_i
     other.load_noise_state(noise)
     with pytest.raises(StepError, match="was drawn before in this process"):
         train(again, loader, other, 1)
+    assert other.history == [], "the first step"
 
 
 @pytest.mark.parametrize("key_first", [False, True])
