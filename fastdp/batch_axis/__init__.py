@@ -11,6 +11,7 @@ from . import (  # noqa: F401
     matrix_ops,
     module_ops,
     reduction_ops,
+    scatter_ops,
     sort_ops,
     view_ops,
 )  # fmt: skip

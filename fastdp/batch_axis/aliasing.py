@@ -8,8 +8,9 @@ from torch import Tensor
 
 from .calls import Call
 from .generations import is_forgotten, is_past
-from .layout import Layout, layout_on, rows_seen, spread, stale_layout, tag
+from .layout import Layout, layout_on, spread, stale_layout, tag
 from .operator_table import RENORMING
+from .own_places import seen_through
 from .tensor_notes import APART, HELD, INPUT, OF_LABELS, HeldBytes, foreign, is_over, storage_of, written
 
 _SHARED = (
@@ -125,7 +126,7 @@ def base_written(base: Tensor, view: Tensor, known: Layout | None, owners: Tenso
     even = [Layout(batch, d, 1, n // batch) for d, n in enumerate(base.shape) if n and n % batch == 0]
     fitting = []
     for guess in even if known is None else [known]:
-        rows = rows_seen(view, base, guess) if guess.alone < 0 else None
-        if rows is not None and bool((guess.owners(rows.device)[rows] == owners).all()):
+        seen = seen_through(view, base, guess) if guess.alone < 0 else None
+        if seen is not None and bool((guess.owners(view.device)[seen[0]] == owners).all()):
             fitting.append(guess)
     return fitting[0] if len(fitting) == 1 else None

@@ -20,11 +20,12 @@ from .calls import Call
 from .generations import now
 from .host_values import note_known, on_host
 from .layout import Layout, layout_on
+from .own_places import alike
 from .tensor_notes import ALIKE, MADE
 
 _CONSTANT, _RANDOM = "constant", "random"
+_HEAD = "head"  # the first part of a tensor of unseen origin, or made of that
 _TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
-_ROUNDING = 2**10  # units of the last place of the largest number, in which equal rows of a product may differ
 
 WHY = (
     "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
@@ -54,13 +55,13 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
     if name in operator_table.DRAWING or _RANDOM in known:
         made = _CONSTANT if _is_drawn_again(call) else _RANDOM
     elif name in operator_table.CUTTING_A_TABLE and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
+        made = _CONSTANT if tables[0] else _HEAD
+    elif name in operator_table.NUMBERING or name in operator_table.FILLING or _is_counting(call):
         made = _CONSTANT
-    elif name in operator_table.NUMBERING or name in operator_table.FILLING:
-        made = _CONSTANT
-    elif _CONSTANT in known:
+    elif _CONSTANT in known or _HEAD in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
         strange = any(not _made(t) and t.dim() and not is_owned(t) for t in given)
-        made = "" if strange else _CONSTANT
+        made = "" if strange else _HEAD if _HEAD in known else _CONSTANT
     elif given and all(tables):
         made = _TABLE
     else:
@@ -70,6 +71,22 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
             tensor.__dict__[MADE] = (made, now().number)
         else:
             tensor.__dict__.pop(MADE, None)
+
+
+def note_counting(tensor: Tensor) -> None:
+    """Note on a tensor that it was made of `counts` (an index of Python's)."""
+    tensor.__dict__[MADE] = (_CONSTANT, now().number)
+
+
+def counts(values: Any) -> bool:
+    """Whether a list, a range or an array counts rows: 0, 1, 2 ..."""
+    if isinstance(values, list | tuple | range) or getattr(values, "ndim", 0) == 1:
+        return len(values) > 2 and all(not isinstance(n, Tensor) and n == i for i, n in enumerate(values))
+    return False
+
+
+def _is_counting(call: Call) -> bool:
+    return call.name in operator_table.OF_NUMBERS and bool(call.args) and counts(call.args[0])
 
 
 def _is_head(source: Tensor, out: Any) -> bool:
@@ -109,11 +126,16 @@ def is_random(tensor: Tensor) -> bool:
 
 def is_numbered(tensor: Tensor) -> bool:
     """Whether a constant was made within sight, of numbers that are not all the same."""
-    return _made(tensor) == _CONSTANT and tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+    return is_fixed(tensor) and tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
 
 
 def is_fixed(tensor: Tensor) -> bool:
     """Whether a constant was made within sight, and neither drawn at random nor of numbers of unseen origin."""
+    return _made(tensor) in (_CONSTANT, _HEAD)
+
+
+def is_counted(tensor: Tensor) -> bool:
+    """The same, and no part of a tensor of unseen origin either: places of rows may be counted there by hand."""
     return _made(tensor) == _CONSTANT
 
 
@@ -141,31 +163,9 @@ def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False)
     if note is not None and note[0] == key and layout.owner is None:
         return bool(note[1])
     numbers = on_host(tensor)  # without waiting for a device
-    alike = _alike((tensor if numbers is None else numbers).detach(), dim, layout, computed)
-    tensor.__dict__[ALIKE] = (key, alike)
-    return alike
-
-
-def _alike(values: Tensor, dim: int, layout: Layout, computed: bool = False) -> bool:
-    if layout.owner is None:
-        values = values.unflatten(dim, (layout.outer, layout.batch, layout.inner))
-        return _same(values, values.narrow(dim + 1, 0, 1), computed)
-    owner = layout.owner.to(values.device)
-    order = torch.argsort(owner, stable=True)
-    counts = torch.bincount(owner, minlength=layout.batch)
-    rank = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
-    rows = values.movedim(dim, 0)[order]
-    first = torch.zeros(int(rank.max()) + 1, dtype=torch.long, device=owner.device)
-    first[rank.flip(0)] = torch.arange(len(owner), device=owner.device).flip(0)  # a row of each rank
-    return _same(rows, rows[first[rank]], computed)
-
-
-def _same(values: Tensor, wanted: Tensor, computed: bool) -> bool:
-    if not computed or not values.is_floating_point():
-        return bool((values == wanted).all())
-    largest = values.abs().nan_to_num(nan=0.0, posinf=0.0).amax()  # of finite numbers: masks hold -inf
-    close = (values - wanted).abs() <= _ROUNDING * torch.finfo(values.dtype).eps * largest
-    return bool((close | (values == wanted)).all())
+    found = alike((tensor if numbers is None else numbers).detach(), dim, layout, computed)
+    tensor.__dict__[ALIKE] = (key, found)
+    return found
 
 
 def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> bool:
@@ -178,4 +178,4 @@ def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> b
         or layout.alone >= 0
     ):
         return False
-    return before.numel() > 0 and not _alike(before, dim, layout)
+    return before.numel() > 0 and not alike(before, dim, layout)

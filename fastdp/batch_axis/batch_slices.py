@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ WRITTEN: dict[int, tuple[dict[int, list[Any]], str]] = {}
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
+_MANY = 4  # samples whose own lengths do not count up by chance
 
 BY_POSITION = (
     "treats samples by their place in the batch: parts of it, cut by position, have not all gone the same way. If one "
@@ -39,15 +40,21 @@ BY_POSITION = (
 
 
 class Piece(NamedTuple):
-    """source: of which tensor it is a part (or of parts of it, joined); past: what was done to it; samples: in it."""
+    """source: of which tensor it is a part (or of parts of it, joined); past: what was done to it; samples: in it.
+
+    Of one sample, numbers: by which it was indexed since; of several, one_by_one: whether a loop joined them.
+    """
 
     source: int
     past: int
     samples: frozenset[int]
+    numbers: tuple[int, ...] = ()
+    one_by_one: bool = False
 
 
-def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
-    """The layout of rows of a tensor picked by constants; a piece, if it holds not all samples alike."""
+def cut(source: Tensor, layout: Layout, found: Layout, by: Any = ()) -> Layout:
+    """The layout of rows of a tensor picked by constants; a piece, if it holds not all samples alike. by: what picked
+    of these rows."""
     if found.mixed or found.order is not None or layout.order is not None or layout.batch <= 1:
         return found
     counts, before = _rows_of_each(found), _rows_of_each(layout)
@@ -61,7 +68,7 @@ def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
         _CUT_ONCE.append(True)
     if note is None or note[1] != source._version:
         note = source.__dict__[tensor_notes.CUT] = (next(_CUTS), source._version)
-    return found._replace(piece=Piece(note[0], 0, samples))
+    return found._replace(piece=Piece(note[0], 0, samples, tuple(_integers(by)) if len(samples) == 1 else ()))
 
 
 def _rows_of_each(layout: Layout) -> list[int]:
@@ -75,13 +82,15 @@ def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
     """The piece after a call on pieces of the same samples: its past is one call longer."""
     first = pieces[0]
     what: list[Any] = [call.name]
-    # (numbers of an index may be each sample's own length, which nothing shows: docs/limits.md)
+    # (numbers of an index may be each sample's own length, unless they count up with the samples: `_count_up`)
     _describe(
         call.given,
         what,
         call.name == "roll" or call.name in operator_table.COMPUTING or call.name in operator_table.ELEMENTWISE,
     )
     pasts = [piece.past for piece in pieces]
+    if len(first.samples) == 1:
+        first = first._replace(numbers=(*first.numbers, *_integers(call.given)))
     return first._replace(
         past=hash((tuple(sorted(pasts) if call.name in operator_table.COMMUTING else pasts), tuple(what)))
     )
@@ -114,7 +123,7 @@ def stamp(call: Call) -> None:
         if layout is not None and (layout.total or (not layout.mixed and layout.parted)):
             own = layout.piece
             if own is None or own in pieces:
-                new = piece if own is None else own._replace(past=piece.past)
+                new = piece if own is None else own._replace(past=piece.past, numbers=piece.numbers)
             else:  # the function's rule has noted something of its own
                 new = own._replace(past=hash((piece.past, own.past)))
             tag(tensor, layout._replace(piece=new))
@@ -164,7 +173,7 @@ def _write(view: Tensor, batch: int) -> None:
     layout, base = tag_of(view, batch), view._base
     if layout is None or layout.piece is None or layout.mixed or base is None or tag_of(base, batch) is None:
         return
-    if len(layout.piece.samples) > 1:
+    if len(layout.piece.samples) > 1 and not layout.piece.one_by_one:
         tag(base, Layout(batch, mixed=f"a write in place {BY_POSITION}"))
     else:
         NOTED.append(f"a single sample {BY_POSITION}")
@@ -190,13 +199,38 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
         into.append(value)
 
 
+def _integers(value: Any) -> Iterator[int]:
+    """The integers in nested arguments, slices among them."""
+    if type(value) is int:
+        yield value
+    elif isinstance(value, slice):
+        yield from _integers((value.start, value.stop, value.step))
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _integers(item)
+
+
+def _count_up(pieces: Sequence[Piece]) -> bool:
+    """Whether single samples were indexed by numbers that count up with them: `h[i, i]`, `h[i, : i + 1]`."""
+    singles = sorted((min(piece.samples), piece.numbers) for piece in pieces if len(piece.samples) == 1)
+    if len(singles) < _MANY or len({len(numbers) for _, numbers in singles}) > 1:
+        return False
+    samples = [sample for sample, _ in singles]
+    columns = [[number - column[0] for number in column] for column in zip(*(n for _, n in singles), strict=True)]
+    first, second = samples[0], samples[1]
+    return any(
+        column[1] and all(n * (second - first) == column[1] * (s - first) for n, s in zip(column, samples, strict=True))
+        for column in columns
+    )
+
+
 def joined_rows(layouts: Sequence[Layout]) -> tuple[Piece | None, str]:
     """The same for rows, where some may be of no part."""
     if all(layout.piece is None for layout in layouts):
         return None, ""
     if all(layout.alone >= 0 for layout in layouts):
-        joined([layout.piece for layout in layouts if layout.piece is not None])
-        return None, ""
+        piece, _ = joined([layout.piece for layout in layouts if layout.piece is not None])
+        return settled(piece and piece._replace(one_by_one=True, numbers=()), layouts[0].batch), ""
     piece, problem = joined([layout.piece for layout in layouts])
     return settled(piece, layouts[0].batch), problem
 
@@ -212,10 +246,12 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
     first = max(known, key=lambda piece: len(piece.samples))._replace(samples=samples)
     different = [piece for piece in known if (piece.source, piece.past) != (first.source, first.past)]
     if not different:
+        if not OWN_READS and _count_up(known):
+            NOTED.append(f"a single sample {BY_POSITION}")
         return first, ""
     if len({piece.samples for piece in known}) == 1 and len(known[0].samples) > 1:
         return first._replace(past=hash(tuple(known))), ""
-    if any(len(piece.samples) > 1 for piece in different):
+    if any(len(piece.samples) > 1 and not piece.one_by_one for piece in different):
         return None, BY_POSITION
     if not OWN_READS:  # else its own data may have said so
         NOTED.append(f"a single sample {BY_POSITION}")

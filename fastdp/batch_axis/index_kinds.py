@@ -13,23 +13,25 @@ import torch
 from torch import Tensor
 
 from . import operator_table, tensor_notes
-from .batch_positions import is_random
+from .batch_positions import counts, is_counted, is_random, note_counting
 from .calls import Call, Tags
 from .host_values import at, both_known, is_order, made_known, on_host
 from .layout import Layout, spread
+from .own_places import alike, same_of_each
 
 
 class Entry(NamedTuple):
     """One tensor of an index: the layout written on it, whose sample each element is, and the order it gives.
 
-    own: sample of each element (-1: of all), or None for a constant; order: see `Layout.order`; mask: whether these are
-    the coordinates at which a mask holds.
+    own: sample of each element (-1: of all), or None for a constant; order: see `Layout.order`; fixed: whether it is a
+    constant that was made in sight, of no other numbers; mask: whether these are the coordinates at which a mask holds.
     """
 
     tensor: Tensor
     layout: Layout | None
     own: Tensor | None
     order: Tensor | None
+    fixed: bool
     mask: bool = False
 
 
@@ -78,9 +80,12 @@ def _is_listed(item: Any) -> bool:
 def _as_tensor(call: Call, numbers: Any, device: torch.device) -> Tensor:
     """A list or an array as an index; numbers that are tensors of one sample each keep their samples."""
     if hasattr(numbers, "__array__"):
-        return torch.tensor(numbers, device=device)
-    whole = torch.tensor(list(numbers), dtype=None if numbers else torch.long, device=device)
-    layouts = [call.layout(item) for item in numbers]
+        whole = torch.tensor(numbers, device=device)
+    else:
+        whole = torch.tensor(list(numbers), dtype=None if numbers else torch.long, device=device)
+    if counts(numbers):
+        note_counting(whole)
+    layouts = [] if hasattr(numbers, "__array__") else [call.layout(item) for item in numbers]
     known = [layout for layout in layouts if layout is not None]
     if known:
         owner = torch.tensor([-1 if layout is None else layout.alone for layout in layouts], device=device)
@@ -98,11 +103,11 @@ def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[
         if not isinstance(item, Tensor):
             items.append(item)
             continue
-        layout = call.layout(item)
+        layout, fixed = call.layout(item), call.is_constant(item) and is_counted(item)
         if item.dtype == torch.bool and item.dim():
             coordinates, own, order = found_in(item, layout)
             for coordinate in coordinates:
-                entries[len(items)] = Entry(coordinate, layout, own, order, mask=True)
+                entries[len(items)] = Entry(coordinate, layout, own, order, fixed, mask=True)
                 items.append(coordinate)
             continue
         own = None
@@ -111,9 +116,64 @@ def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[
         elif layout is not None and not layout.mixed and item.dim():
             own = spread(layout.owners(item.device), layout.dim, item.shape)
         order = layout.order if layout is not None else None
-        entries[len(items)] = Entry(item, layout, own, order)
+        entries[len(items)] = Entry(item, layout, own, order, fixed)
         items.append(item)
     return tuple(items), entries
+
+
+def source_dims(index: tuple[Any, ...], ndim: int) -> dict[int, Any]:
+    """Which source dimension each entry of an index speaks of."""
+    width = sum(item is not None and item is not Ellipsis for item in index)
+    used: dict[int, Any] = {}
+    dim = 0
+    for item in index:
+        if item is Ellipsis:
+            dim += ndim - width
+        elif item is not None:
+            used[dim] = item
+            dim += 1
+    return used
+
+
+def position_of(entries: dict[int, Entry], items: tuple[Any, ...]) -> int:
+    """Where the dimensions of an index of tensors begin in the result."""
+    places = sorted(entries)
+    apart = places[-1] - places[0] >= len(places)
+    return 0 if apart else sum(item is not Ellipsis and not isinstance(item, int) for item in items[: places[0]])
+
+
+OWN_PLACES = (
+    "takes of each sample other numbers, by its place in the batch. If one sample is removed, the others move to other "
+    "places: take the same of every sample, or let its own data choose"
+)
+
+
+def may_choose(along: Any, entries: dict[int, Entry], layout: Layout) -> bool:
+    """Whether constants that were made in sight may take of each sample other numbers of its own. along: of the index,
+    what names the rows of `layout`, or None."""
+    entry = next((entry for entry in entries.values() if entry.tensor is along), None)
+    if entry is not None and any(other.fixed for other in entries.values() if other is not entry):
+        return True
+    several = layout.owner is not None or layout.rows > layout.batch
+    return several and (entry.fixed if entry is not None else along is not None and along != slice(None))
+
+
+def by_own_place(
+    along: Any, items: tuple[Any, ...], entries: dict[int, Entry], layout: Layout, rows: Tensor, found: Layout
+) -> bool:
+    """Whether they do. rows [*]: the rows that the index names; found: how they lie now."""
+    if found.mixed or found.alone >= 0 or found.order is not None or not may_choose(along, entries, layout):
+        return False
+    entry = next((entry for entry in entries.values() if entry.tensor is along), None)
+    if entry is not None:
+        place = position_of(entries, items)
+        shape = torch.broadcast_shapes(*[one.tensor.shape for one in entries.values()])
+        for other in entries.values() if place <= found.dim < place + len(shape) else ():
+            if other is not entry and other.fixed:
+                numbers = on_host(other.tensor)
+                if not alike((other.tensor if numbers is None else numbers).expand(shape), found.dim - place, found):
+                    return True
+    return (entry is None or entry.fixed) and not same_of_each(rows, None, layout, found)
 
 
 def found_in(

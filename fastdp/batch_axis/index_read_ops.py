@@ -12,23 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_positions import WHY, is_fixed, made_in_sight, rows_alike
+from .batch_positions import WHY, by_place, is_counted, is_fixed, made_in_sight, rows_alike
 from .batch_slices import cut
 from .calls import Call, Tags, layout_rule
 from .host_values import at, numbered
 from .index_kinds import (
     CUT_BY_DATA,
+    OWN_PLACES,
     Entry,
     brought_back,
+    by_own_place,
     cut_by_samples,
     expanded,
     found_in,
     index_tuple,
     looked_at,
     order_of,
+    position_of,
     problem_of,
+    source_dims,
 )
-from .layout import Layout, layout_of_rows, rows_seen, spread
+from .layout import Layout, layout_of_rows, spread
+from .own_places import same_of_each, seen_through
 from .propagate import ask
 from .reduction_ops import Spread, gathered
 from .view_ops import reshaped
@@ -56,7 +61,7 @@ def getitem(call: Call) -> Tags:
 
 def _is_last(at: Spread, index: tuple[Any, ...], source: Tensor) -> bool:
     """Whether an index takes the last row of the samples', of which each holds the sum of those before."""
-    row = _source_dims(index, source.dim()).get(at.dim)
+    row = source_dims(index, source.dim()).get(at.dim)
     return isinstance(row, int) and row % source.size(at.dim) == source.size(at.dim) - 1
 
 
@@ -66,7 +71,7 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     if layout.alone >= 0:
         return call.combined("picks rows of one sample by another's data")
     items, entries = expanded(call, index)
-    used = _source_dims(items, source.dim())
+    used = source_dims(items, source.dim())
     along = used.get(layout.dim)
     entry = next((entry for entry in entries.values() if entry.tensor is along), None)
     if isinstance(along, Tensor) and along is items[0] and len(entries) == 1 and _counts_rows(call, layout, along):
@@ -76,7 +81,7 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
         return call.combined(problem)
     order, seen, device = None, layout, source.device
     if entry is not None:
-        order = order_of(entries, call.out.size(_position(entries, items)) if call.out.dim() else 1)
+        order = order_of(entries, call.out.size(position_of(entries, items)) if call.out.dim() else 1)
         if order is None and any(one.order is not None for one in entries.values()) and call.out.dim():
             return call.combined(_ORDER_ACROSS)
         if order is None and entry.layout is None and layout.order is not None:
@@ -93,10 +98,12 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     if (found := layout_of_rows(rows, seen, order, anew)) is None:
         return call.combined(_SEVERAL)
     found = brought_back(found, source.device)
-    if found.order is not None and entry is not None and found.alone < 0 and found.dim != _position(entries, items):
+    if found.order is not None and entry is not None and found.alone < 0 and found.dim != position_of(entries, items):
         return call.combined(_ORDER_ACROSS)
+    if by_own_place(along, items, entries, layout, rows, found):
+        return call.combined(OWN_PLACES)
     if entry is None or entry.layout is None:  # by constants
-        found = cut(source, layout, found)
+        found = cut(source, layout, found, [item for dim, item in used.items() if dim != layout.dim])
     sized = [e for e in entries.values() if e.layout is not None and (e.layout.size_from_data or e.order is not None)]
     return found._replace(size_from_data=found.size_from_data or bool(sized)) if found.alone >= 0 else found
 
@@ -158,27 +165,6 @@ def _narrowed_by_data(call: Call, layout: Layout, dim: int, bounds: list[Any]) -
     return ask(call) if len(bounds) == 1 else [(call.out, layout)]
 
 
-def _source_dims(index: tuple[Any, ...], ndim: int) -> dict[int, Any]:
-    """Which source dimension each entry of an index speaks of."""
-    width = sum(item is not None and item is not Ellipsis for item in index)
-    used: dict[int, Any] = {}
-    dim = 0
-    for item in index:
-        if item is Ellipsis:
-            dim += ndim - width
-        elif item is not None:
-            used[dim] = item
-            dim += 1
-    return used
-
-
-def _position(entries: dict[int, Entry], items: tuple[Any, ...]) -> int:
-    """Where the dimensions of an index of tensors begin in the result."""
-    places = sorted(entries)
-    apart = places[-1] - places[0] >= len(places)
-    return 0 if apart else sum(item is not Ellipsis and not isinstance(item, int) for item in items[: places[0]])
-
-
 def _take_from_constant(call: Call) -> Tags:
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if len(index) != 1 or not isinstance(index[0], Tensor):
@@ -200,7 +186,7 @@ def _without_places(call: Call, index: tuple[Any, ...]) -> Call:
     if any(isinstance(item, Tensor) and item.dtype == torch.bool for item in items):
         return call
     places = [number for number, item in enumerate(items) if item is not None and item is not Ellipsis]
-    for number, dim in zip(places, _source_dims(index, table.dim()), strict=True):
+    for number, dim in zip(places, source_dims(index, table.dim()), strict=True):
         item = items[number]
         if isinstance(item, Tensor) and call.is_constant(item) and made_in_sight(item) and _same_for_all(table, dim):
             items[number] = torch.zeros_like(item)
@@ -221,12 +207,14 @@ def _as_strided(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None or layout.mixed:
         return [(call.out, layout)]
-    rows = None
+    seen = None
     if layout.order is None:
-        rows = rows_seen(call.out, source, layout.along(0, source.size(0) if source.dim() else 1, source.device))
-    if rows is None:
+        seen = seen_through(call.out, source, layout.along(0, source.size(0) if source.dim() else 1, source.device))
+    if seen is None:
         return call.all_combined("takes windows of memory outside of its input")
-    found = layout if layout.alone >= 0 else layout_of_rows(rows, layout)
+    found = layout if layout.alone >= 0 else layout_of_rows(seen[0], layout)
+    if found is not None and not same_of_each(*seen, layout, found):
+        return call.all_combined(OWN_PLACES)
     return [(call.out, call.combined(_SEVERAL) if found is None else cut(source, layout, found))]
 
 
@@ -256,7 +244,17 @@ def _gather(call: Call) -> Tags:
         return [(call.out, _gathered_rows(call, layout, by, index))]
     if by is not None and not (layout.dim == by.dim and layout.same_rows(by, call.out.device)):
         return call.all_combined(_OTHERS)
-    return [(call.out, layout)]
+    if by_place(index, layout.dim, layout):
+        return call.all_combined(OWN_PLACES)
+    return [(call.out, _first_rows(call, layout))]
+
+
+def _first_rows(call: Call, layout: Layout) -> Layout:
+    """The layout of a result that has as many rows as an index: fewer than the source, perhaps."""
+    if call.out.size(layout.dim) == layout.rows:
+        return layout
+    rows = numbered(call.out.size(layout.dim), call.out.device)
+    return cut(call.args[0], layout, layout.taken(layout.dim, rows))
 
 
 def _looked_up(call: Call, table: Tensor, index: Tensor, by: Layout, dim: int | None) -> Layout:
@@ -280,6 +278,8 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
         own = torch.equal(spread(by.owners(index.device), by.dim, index.shape), owners)
         return by._replace(is_row_index=layout.is_row_index) if own else call.combined(_OTHERS)
     found = None if layout.order is not None else layout_of_rows(index, layout)
+    if found is not None and is_counted(index) and not same_of_each(index, None, layout, found):
+        return call.combined(OWN_PLACES)
     return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found)
 
 

@@ -17,17 +17,26 @@ from . import tensor_notes
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
-from .index_kinds import CUT_BY_DATA, Entry, cut_by_samples, expanded, index_tuple, permutes
+from .index_kinds import (
+    CUT_BY_DATA,
+    OWN_PLACES,
+    Entry,
+    by_own_place,
+    cut_by_samples,
+    expanded,
+    index_tuple,
+    may_choose,
+    permutes,
+    source_dims,
+)
 from .inputs import layouts_marked
-from .layout import NOBODY, Layout, spread
+from .layout import NOBODY, Layout, layout_of_rows, spread
 from .operator_table import spellings
-from .propagate import ask
 from .totals import total_of
 
 T = torch.Tensor
-_MIXES = "writes rows of one sample into another's"
-_GUESSED = f"{_MIXES}, or rows whose samples are not known (assign an input's rows to samples by fastdp.mark_rows)"
-_ORDERED = "writes by position to or from rows whose order depends on the data"
+MIXES = "writes rows of one sample into another's"
+ORDERED = "writes by position to or from rows whose order depends on the data"
 
 
 class Write(NamedTuple):
@@ -85,12 +94,12 @@ def _index_add(call: Call) -> Tags:
         by = call.layout(call.argument(2, "index"))
         call.knows(index, by and by.along(0, 1, index.device))
     adds = "add" in call.name or "reduce" in call.name
-    if "add" in call.name and (total := _added_to_one_place(call, target, dim % target.dim(), index, value)):
+    if "add" in call.name and (total := added_to_one_place(call, target, dim % target.dim(), index, value)):
         return total
     return [(call.out, _assigned(call, target, (*[slice(None)] * (dim % target.dim()), index), value, adds))]
 
 
-def _added_to_one_place(call: Call, target: Tensor, dim: int, index: Tensor, source: Any) -> Tags | None:
+def added_to_one_place(call: Call, target: Tensor, dim: int, index: Tensor, source: Any) -> Tags | None:
     """A total, if all samples' rows are added to a constant's only place along a dimension; None of any other call."""
     rows = call.layout(source)
     if rows is None or rows.mixed or rows.alone >= 0 or rows.order is not None or rows.dim != dim:
@@ -102,8 +111,24 @@ def _added_to_one_place(call: Call, target: Tensor, dim: int, index: Tensor, sou
 
 def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, adds: bool = False) -> Layout | None:
     """The layout of the target once target[index] = value (added up, if `adds`)."""
-    layout, source = call.layout(target), call.layout(value)
     items, entries = expanded(call, index)
+    found = _laid(call, target, value, adds, items, entries)
+    if found is None or found.mixed or found.alone >= 0 or target.shape[found.dim : found.dim + 1] != (found.rows,):
+        return found
+    along = source_dims(items, target.dim()).get(found.dim)
+    if not may_choose(along, entries, found):
+        return found
+    rows = spread(numbered(found.rows, target.device), found.dim, target.shape)[items]
+    lie = layout_of_rows(rows, found)
+    other_places = lie is not None and by_own_place(along, items, entries, found, rows, lie)
+    return call.combined(OWN_PLACES) if other_places else found
+
+
+def _laid(
+    call: Call, target: Tensor, value: Any, adds: bool, items: tuple[Any, ...], entries: dict[int, Entry]
+) -> Layout | None:
+    """The same but for which of its numbers each sample's are."""
+    layout, source = call.layout(target), call.layout(value)
     by = [entry for entry in entries.values() if entry.layout is not None]
     first = entries.get(0) if len(items) == 1 and target.dim() else None
     all_anew = first is not None and not adds and is_order(first.tensor, target.size(0))
@@ -115,14 +140,14 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
         return layout
     if not by and any(one is not None and one.order is not None for one in (layout, source)):
         if not _ordered_rows_may_go(layout, source, target, items, value):
-            return call.combined(_ORDERED)
+            return call.combined(ORDERED)
     known = [one for one in (layout, source, *[entry.layout for entry in by]) if one is not None]
     if adds and source is not None:  # places of a packed batch, numbered over all samples: the rows' owners decide
         known = [one for one in (layout, source) if one is not None]
         by = [entry for entry in by if entry.layout is not None and not entry.layout.mixed]
     mixed = [one for one in known if one.mixed]
     if mixed or (layout is not None and layout.alone >= 0):  # all of one sample, and something else
-        why = mixed[0].mixed if mixed else call.mixed(_MIXES)
+        why = mixed[0].mixed if mixed else call.mixed(MIXES)
         return Layout(call.batch, mixed=why, is_row_index=all(one.is_row_index for one in mixed))
     by_data = any(entry.layout is not None for entry in entries.values())
     write = Write(target, lambda t: t[items], [], source, by_data)
@@ -135,19 +160,19 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
     if layout is not None and not all_anew and write.fits(layout):
         return layout
     if first is not None and (layout is None or not adds):
-        new = _in_new_order(call, target, first.tensor, first.own, source, isinstance(value, Tensor))
+        new = in_new_order(call, target, first.tensor, first.own, source, isinstance(value, Tensor))
         if new is not None:
             return new
     if layout is not None:
-        return call.combined(_MIXES)
+        return call.combined(MIXES)
     numbers = [dim for dim, item in enumerate(items) if isinstance(item, int)]  # out[b] = ..., out[b, i] = ...
-    return _of_constant(call, write, None, numbers) or _occurring(call, source, adds)
+    return of_constant(call, write, None, numbers) or _occurring(call, source, adds)
 
 
 def _occurring(call: Call, source: Layout | None, adds: bool) -> Layout:
     """Of a constant in which data marks which choices occur: that may pick rows, and must not become numbers."""
     if source is not None or adds:
-        return call.combined(_MIXES)
+        return call.combined(MIXES)
     return call.combined("marks which choices occur among the samples")._replace(is_row_index=True)
 
 
@@ -171,10 +196,10 @@ def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tupl
         return False
     if source is not None and (source.piece is None or source.alone >= 0):
         return False  # a sample's own (in a loop over them), or all samples'
-    return _unequal(spread(layout.owners(target.device), layout.dim, target.shape)[items], layout.batch)
+    return unequal(spread(layout.owners(target.device), layout.dim, target.shape)[items], layout.batch)
 
 
-def _unequal(owners: Tensor, batch: int) -> bool:
+def unequal(owners: Tensor, batch: int) -> bool:
     """Whether some samples are there more often than others."""
     times = torch.bincount(owners.flatten(), minlength=batch)
     return bool((times != times[0]).any())
@@ -184,7 +209,7 @@ def _ordered_rows_may_go(
     layout: Layout | None, source: Layout | None, target: Tensor, items: tuple[Any, ...], value: Any
 ) -> bool:
     """Whether constants say of rows whose order the data made only that all are written, each alike or by itself."""
-    if layout is None:  # to a constant: `_in_new_order` keeps the order
+    if layout is None:  # to a constant: `in_new_order` keeps the order
         return len(items) == 1 and isinstance(items[0], Tensor) and permutes(items[0], len(target))
     if any(item is None or isinstance(item, Tensor | bool) for item in items):
         return False
@@ -198,7 +223,7 @@ def _ordered_rows_may_go(
     return source.dim == layout.dim == 0 and source == layout and value.shape == target[items].shape
 
 
-def _in_new_order(
+def in_new_order(
     call: Call, target: Tensor, index: Tensor, own: Tensor | None, source: Layout | None, by_position: bool
 ) -> Layout | None:
     """All rows of the target written, each once: they belong to those who wrote them.
@@ -236,18 +261,18 @@ def note_shape(tensor: Tensor, layout: Layout | None) -> None:
         tensor.__dict__[tensor_notes.SHAPED] = Layout(*layout[:5])
 
 
-def _shape_of(tensor: Tensor, batch: int) -> Layout | None:
+def shape_of(tensor: Tensor, batch: int) -> Layout | None:
     """What was noted of a constant's shape, if it still has it."""
     layout: Layout | None = tensor.__dict__.get(tensor_notes.SHAPED)
     return layout if layout is not None and layout.batch == batch else None
 
 
-def _of_constant(call: Call, write: Write, dim: int | None = None, numbers: Sequence[int] = ()) -> Layout | None:
+def of_constant(call: Call, write: Write, dim: int | None = None, numbers: Sequence[int] = ()) -> Layout | None:
     """The layout of a constant once data is written to it; None: two samples' meet.
 
     dim: the only one along which the samples may lie; numbers: those that the index names by one number each.
     """
-    shaped = _shape_of(write.target, call.batch)
+    shaped = shape_of(write.target, call.batch)
     if shaped is not None and dim in (None, shaped.dim) and write.fits(shaped):
         return shaped
     fitting = [one for one in _candidates(call.batch, write) if dim in (None, one.dim) and write.fits(one)]
@@ -291,73 +316,3 @@ def _filled(call: Call, write: Write, dim: int) -> Layout | None:
     last = torch.where(owner == NOBODY, -1, numbers).cummax(0).values
     owner = owner[last.clamp(min=int((owner != NOBODY).nonzero()[0]))]
     return Layout(call.batch, dim, owner=owner).taken(dim, numbers)
-
-
-# --------------------------------------------------------------------------- element by element
-
-
-@layout_rule(
-    *spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
-    by_value=True,
-    picks=True,
-)
-def _scatter(call: Call) -> Tags:
-    """Elements to target[index] along a dimension: to rows of their own sample, where it is the samples'."""
-    target, dim, index = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index")))
-    source, dim = call.argument(3, "src"), dim % target.dim()
-    layout, by, rows = call.layout(target), call.layout(index), call.layout(source)
-    known = [one for one in (layout, by, rows) if one is not None]
-    if any(one.mixed for one in known) or all(one.dim != dim for one in known):
-        return ask(call)
-    if by is None and any(one.order is not None for one in known):
-        return call.all_combined(_ORDERED)
-    adds = "add" in call.name or ("reduce" in call.name and call.argument(4, "reduce") == "sum")
-    if adds and (total := _added_to_one_place(call, target, dim, index, source)):
-        return total
-    replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
-    if target.dim() == 1 and (layout is None or replaces):
-        own = by.owners(index.device) if by is not None else None
-        new = _in_new_order(call, target, index, own, rows, isinstance(source, Tensor))
-        if new is not None:
-            return [(call.out, new)]
-    if any(one.dim != dim for one in known):
-        return call.all_combined(_MIXES)
-    cut = tuple(slice(size) for size in index.shape)
-    owners = [spread(one.owners(target.device), dim, t.shape)[cut] for one, t in ((rows, source), (by, index)) if one]
-    write = Write(target, lambda t: t.gather(dim, index), owners, rows, by is not None)
-    if layout is not None and known == [layout] and layout.alone < 0 and layout.owner is None:
-        if _unequal(write.places(spread(layout.owners(target.device), dim, target.shape)), layout.batch):
-            return call.all_combined(BY_POSITION)
-    if layout is not None:
-        return [(call.out, layout if write.fits(layout) else call.combined(_MIXES))]
-    return [(call.out, _of_constant(call, write, dim) or call.combined(_MIXES))]
-
-
-@layout_rule(*spellings("put", "put_"), by_value=True)
-def _put(call: Call) -> Tags:
-    """Numbers counted over all elements say where: use index_put, or scatter along a dimension."""
-    return call.all_combined(_MIXES)
-
-
-@layout_rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True, joins=True)
-def _masked_scatter(call: Call) -> Tags:
-    """The source's elements, one after another, to where the mask holds: each to a place of its own sample."""
-    target, mask, source = (call.argument(i, n) for i, n in enumerate(("input", "mask", "source")))
-    layout, by, rows = call.layout(target), call.layout(mask), call.layout(source)
-    known = [one for one in (layout, by, rows) if one is not None]
-    if any(one is not None and one.alone >= 0 for one in (layout, by)):
-        return call.all_combined(_GUESSED)
-    mixed = any(one.mixed for one in known)
-    if rows is None or mixed:
-        tags = ask(call)
-        taken = not mixed and any(found is not None and found.mixed for _, found in tags)
-        return call.all_combined(_GUESSED) if taken else tags
-    own = layout or by or _shape_of(target, call.batch)
-    if own is None or not source.dim() or not (by is None or by.same_rows(own, target.device)):
-        return call.all_combined(_GUESSED)
-    rows = rows.along(0, source.size(0), source.device)
-    own = own._replace(dim=own.dim + call.out.dim() - (mask if layout is None and by is not None else target).dim())
-    places = spread(own.owners(target.device), own.dim, call.out.shape)[mask.expand(call.out.shape)]
-    sources = spread(rows.owners(target.device), rows.dim, source.shape).flatten()[: places.numel()]
-    same = torch.equal(places, sources)
-    return [(call.out, own._replace(is_row_index=False))] if same else call.all_combined(_GUESSED)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from . import generations
 from .generations import Generation, is_forgotten, is_past, nothing
 from .host_values import at, in_some_order, made_known, numbered, on_host, same_numbers
+from .own_places import same_of_each, seen_through
 from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, OF_LABELS, PRESUMED, RELAID, TAGGED_AT, TOKEN, hold, storage_of
 
 NOBODY = -1  # owner of memory that no sample was written to
@@ -284,27 +285,11 @@ def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout:
         return layout
     if layout.plain and view.stride() == base.stride() and view.size(layout.dim) == base.size(layout.dim):
         return layout  # a part of each row
-    rows = None if layout.order is not None else rows_seen(view, base, layout)
-    found = None if rows is None else layout_of_rows(rows, layout)
+    seen = None if layout.order is not None else seen_through(view, base, layout)
+    found = None if seen is None else layout_of_rows(seen[0], layout)
+    if seen is not None and found is not None and not same_of_each(*seen, layout, found):
+        found = None
     return found or layout._replace(mixed="reads memory in which the rows of the samples cannot be followed")
-
-
-def rows_seen(view: Tensor, base: Tensor, layout: Layout) -> Tensor | None:
-    """The number of the row that each element of a view lies in; None if some lie in none."""
-    offset = view.storage_offset() - base.storage_offset()
-    known = base.shape[layout.dim : layout.dim + 1] == (layout.rows,) and view.dtype == base.dtype
-    if offset < 0 or 0 in base.stride() or not known:
-        return None
-    memory = torch.full((max(_extent(base), offset + _extent(view)),), -1, device=base.device)
-    numbers = numbered(layout.rows, base.device)
-    memory.as_strided(base.shape, base.stride()).copy_(spread(numbers, layout.dim, base.shape))
-    rows = memory.as_strided(view.shape, view.stride(), offset)
-    return None if bool((rows < 0).any()) else rows
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements of memory from a tensor's first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def spread(values: Tensor, dim: int, shape: Sequence[int]) -> Tensor:

@@ -74,11 +74,11 @@ def is_in_place(name: str) -> bool:
 CASTING = _names("to float double half bfloat16 type clone contiguous")
 VIEWS = _names(
     "permute transpose t T mT movedim moveaxis swapaxes swapdims squeeze unsqueeze unbind narrow select chunk split "
-    "tensor_split diagonal __iter__"
+    "tensor_split __iter__"
 )  # whose sizes are given by place, never by number
 # only move, drop or cast elements
 MOVING = _names(
-    "view reshape flatten unflatten split_with_sizes H mH neg __getitem__ view_as reshape_as requires_grad_",
+    "view reshape flatten unflatten split_with_sizes H mH neg __getitem__ view_as reshape_as requires_grad_ diagonal",
     VIEWS - {"__iter__"},
     CASTING,
 )
@@ -135,6 +135,7 @@ NUMBERING = _names(
     "arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander hann_window hamming_window "
     "bartlett_window blackman_window kaiser_window"
 )
+OF_NUMBERS = _names("tensor as_tensor asarray")  # of Python's or numpy's
 DRAWING = _names(
     "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial poisson bernoulli_ "
     "normal_ uniform_ exponential_ random_ cauchy_ log_normal_ geometric_ dropout alpha_dropout trunc_normal_"

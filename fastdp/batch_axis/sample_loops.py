@@ -40,12 +40,14 @@ def of_one_sample(call: Call) -> Tags | None:
         layout = Layout(call.batch, mixed=why)
     else:
         places = first is not None and first.is_row_index
-        layout = Layout(call.batch, is_row_index=places, alone=whose, size_from_data=_is_sized(call, inputs))
+        pieces = [known.piece for _, known in inputs if known.piece is not None]
+        sized = _is_sized(call, inputs)
+        layout = Layout(
+            call.batch, is_row_index=places, alone=whose, size_from_data=sized, piece=pieces[0] if pieces else None
+        )
     outputs = call.results() or list(tensors_in(call.args[0]))
     if whose >= 0 and call.in_place:
         layout = _written_view(call, outputs[0], layout)
-        if first is not None and layout.alone >= 0:
-            layout = layout._replace(piece=first.piece)  # what was done to it before
     tags: Tags = [(tensor, layout) for tensor in outputs]
     total = sums_of_single_samples(call) if layout.mixed and len(tags) == 1 else None
     return tags if total is None else total

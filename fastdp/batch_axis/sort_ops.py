@@ -97,6 +97,8 @@ def _masked_select(call: Call) -> Tags:
     taken = Call(T.__getitem__, whole, {}, call.batch, call.path, call.out)
     for tensor, made in zip(given, whole, strict=True):
         layout = call.layout(tensor)
+        if tensor_notes.MADE in tensor.__dict__:
+            made.__dict__[tensor_notes.MADE] = tensor.__dict__[tensor_notes.MADE]
         if made is not tensor and layout is not None:
             aligned = layout._replace(dim=layout.dim + made.dim() - tensor.dim())
             if made.size(aligned.dim) != layout.rows:

@@ -156,9 +156,9 @@ def sums_of_single_samples(call: Call) -> Tags | None:
     if any(layout.alone < 0 or layout.mixed or layout.is_row_index for _, layout in inputs):
         return None
     inferred = max(layout.inferred for _, layout in inputs)
-    joined_rows([layout for _, layout in inputs])
+    piece, _ = joined_rows([layout for _, layout in inputs])
     why = call.mixed("adds up samples")
-    return [(call.out, Layout(call.batch, mixed=why, total="sum", inferred=inferred))]
+    return [(call.out, Layout(call.batch, mixed=why, total="sum", inferred=inferred, piece=piece))]
 
 
 # --------------------------------------------------------------------------- numbers to divide by

@@ -20,6 +20,7 @@ from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
 from ..utils.garbage_collection import COLLECTOR
+from ..utils.gradient_hook import on_gradient
 from . import later_copies, loss_tracking
 from .attach_checks import refuse_hooks
 from .backward import Arrival, Backward
@@ -318,7 +319,7 @@ class Forward(Engine):
             if tensor.requires_grad:
                 layout = look(tensor, tag_of(tensor, self.batch), self.batch) or unseen
                 arrivals.append(Arrival(self.backward, layout))
-                tensor.register_hook(arrivals[-1])
+                on_gradient(tensor, arrivals[-1])
                 layouts += [] if layout is None else [layout]
         if out is not None and not self.runs_again():
             loss_tracking.start(self.batch, started.moment, self, layouts, arrivals, started)

@@ -27,6 +27,7 @@ from ..batch_axis.inputs import nested_tensors
 from ..errors import StepError
 from ..grad_sample.parameter_links import leaves_of, link_of, span_of
 from ..grad_sample.parameter_use import ParameterUse
+from ..utils.gradient_hook import on_gradient
 from ..utils.pytree import map_tensors
 from ..utils.rng_state import States, random_states, set_random_states
 
@@ -88,7 +89,7 @@ class Block:
                 place = len(self.grads)
                 self.grads.append(None)
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
+                    on_gradient(tensor, lambda grad, place=place: self._keep(place, grad))
             inputs = [given for ref in self.inputs if (given := ref()) is not None]
             self.outlived = self.inner.outlives([*inputs, *outputs])
         self.inner = Inner()

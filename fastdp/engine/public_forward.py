@@ -10,6 +10,7 @@ from ..batch_axis.generations import LOADERS
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.tensor_notes import LOADED, MOMENT
 from ..errors import StepError
+from ..utils.gradient_hook import on_gradient
 from .backward import Backward
 
 _PUBLIC_GRAPH = (
@@ -36,7 +37,7 @@ class PublicForward:
         """Its backward must be within `public()`, too."""
         for tensor in nested_tensors(out):
             if tensor.requires_grad:
-                tensor.register_hook(self._arrived)
+                on_gradient(tensor, self._arrived)
 
     def _arrived(self, grad: Tensor) -> None:
         if not self._backward.public:

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch_axis.batch_slices import BY_POSITION
+from ..batch_axis.batch_slices import BY_POSITION, OWN_READS
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
 from ..batch_axis.labels import TWO_ORDERS, UNKNOWN_ORDER, Labels
 from ..batch_axis.layout import Layout, tag_of
-from ..errors import FastDPError, LossNotFollowedWarning, LossReductionWarning, SampleMixingError, UncapturedUseError
+from ..errors import (
+    BatchReadWarning,
+    FastDPError,
+    LossNotFollowedWarning,
+    LossReductionWarning,
+    SampleMixingError,
+    UncapturedUseError,
+)
 from ..grad_sample.parameter_links import adopt, link_of
 from .backward import Arrival
 from .capture import Pass
@@ -112,6 +119,8 @@ def problem_of(
                 return LossNotFollowedWarning(_LOST)
             chance = any(words in layout.mixed for words in _MET_BY_CHANCE)
             return SampleMixingError(REFUSED.format(layout.mixed) + (_NO_SAMPLES if chance else ""), layout.mixed)
+        if layout.piece is not None and (OWN_READS or layout.piece.one_by_one):  # its own data may have said so
+            return None if OWN_READS else BatchReadWarning(REFUSED.format(f"it {BY_POSITION}"))
         if layout.piece is not None:
             return SampleMixingError(REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
         if layout.total not in ("", "either", "mean" if mean else "sum"):

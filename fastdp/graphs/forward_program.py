@@ -22,6 +22,7 @@ from ..engine.per_sample import PerSampleGradients
 from ..engine.repeated_backward import Lasting, Repeated
 from ..errors import GraphError
 from ..ops.common import autocast_kinds
+from ..utils.gradient_hook import on_gradient
 from ..utils.rng_state import set_random_states
 from . import _RECORDING
 from .batches import Batch, odd_leaf
@@ -274,4 +275,4 @@ def _note(tensor: Tensor, seam: Seam, number: int) -> None:
         seam.gradients[number] = grad
 
     with torch._C.DisableTorchFunction():
-        tensor.register_hook(arrived)
+        on_gradient(tensor, arrived)

@@ -1,0 +1,97 @@
+"""Layout rules of functions that write element by element, to places that a tensor of the elements' shape names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .batch_positions import by_place, is_counted
+from .batch_slices import BY_POSITION
+from .calls import Call, Tags, layout_rule
+from .index_kinds import OWN_PLACES
+from .index_write_ops import MIXES, ORDERED, Write, added_to_one_place, in_new_order, of_constant, shape_of, unequal
+from .layout import layout_of_rows, spread
+from .operator_table import spellings
+from .own_places import same_of_each
+from .propagate import ask
+
+_GUESSED = f"{MIXES}, or rows whose samples are not known (assign an input's rows to samples by fastdp.mark_rows)"
+
+
+@layout_rule(
+    *spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    by_value=True,
+    picks=True,
+)
+def _scatter(call: Call) -> Tags:
+    """Elements to target[index] along a dimension: to rows of their own sample, where it is the samples'."""
+    target, dim, index = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index")))
+    source, dim = call.argument(3, "src"), dim % target.dim()
+    layout, by, rows = call.layout(target), call.layout(index), call.layout(source)
+    known = [one for one in (layout, by, rows) if one is not None]
+    if any(one.mixed for one in known):
+        return ask(call)
+    if all(one.dim != dim for one in known):
+        first = next(one for one in (layout, rows, by) if one is not None)
+        if by is None and first.alone < 0:
+            if any(isinstance(t, Tensor) and by_place(t, first.dim, first) for t in (index, source)):
+                return call.all_combined(OWN_PLACES)
+            if index.size(first.dim) != first.rows:  # the first rows only
+                return call.all_combined(BY_POSITION)
+        return ask(call)
+    if by is None and any(one.order is not None for one in known):
+        return call.all_combined(ORDERED)
+    adds = "add" in call.name or ("reduce" in call.name and call.argument(4, "reduce") == "sum")
+    if adds and (total := added_to_one_place(call, target, dim, index, source)):
+        return total
+    replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
+    if target.dim() == 1 and (layout is None or replaces):
+        own = by.owners(index.device) if by is not None else None
+        new = in_new_order(call, target, index, own, rows, isinstance(source, Tensor))
+        if new is not None:
+            return [(call.out, new)]
+    if any(one.dim != dim for one in known):
+        return call.all_combined(MIXES)
+    cut = tuple(slice(size) for size in index.shape)
+    owners = [spread(one.owners(target.device), dim, t.shape)[cut] for one, t in ((rows, source), (by, index)) if one]
+    write = Write(target, lambda t: t.gather(dim, index), owners, rows, by is not None)
+    if layout is not None and known == [layout] and layout.alone < 0 and layout.owner is None:
+        if unequal(write.places(spread(layout.owners(target.device), dim, target.shape)), layout.batch):
+            return call.all_combined(BY_POSITION)
+    if layout is not None and is_counted(index) and by is None:
+        lie = layout_of_rows(index, layout)
+        if lie is not None and not same_of_each(index, None, layout, lie):
+            return call.all_combined(OWN_PLACES)
+    if layout is not None:
+        return [(call.out, layout if write.fits(layout) else call.combined(MIXES))]
+    return [(call.out, of_constant(call, write, dim) or call.combined(MIXES))]
+
+
+@layout_rule(*spellings("put", "put_"), by_value=True)
+def _put(call: Call) -> Tags:
+    """Numbers counted over all elements say where: use index_put, or scatter along a dimension."""
+    return call.all_combined(MIXES)
+
+
+@layout_rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True, joins=True)
+def _masked_scatter(call: Call) -> Tags:
+    """The source's elements, one after another, to where the mask holds: each to a place of its own sample."""
+    target, mask, source = (call.argument(i, n) for i, n in enumerate(("input", "mask", "source")))
+    layout, by, rows = call.layout(target), call.layout(mask), call.layout(source)
+    known = [one for one in (layout, by, rows) if one is not None]
+    if any(one is not None and one.alone >= 0 for one in (layout, by)):
+        return call.all_combined(_GUESSED)
+    mixed = any(one.mixed for one in known)
+    if rows is None or mixed:
+        tags = ask(call)
+        taken = not mixed and any(found is not None and found.mixed for _, found in tags)
+        return call.all_combined(_GUESSED) if taken else tags
+    own = layout or by or shape_of(target, call.batch)
+    if own is None or not source.dim() or not (by is None or by.same_rows(own, target.device)):
+        return call.all_combined(_GUESSED)
+    rows = rows.along(0, source.size(0), source.device)
+    own = own._replace(dim=own.dim + call.out.dim() - (mask if layout is None and by is not None else target).dim())
+    places = spread(own.owners(target.device), own.dim, call.out.shape)[mask.expand(call.out.shape)]
+    sources = spread(rows.owners(target.device), rows.dim, source.shape).flatten()[: places.numel()]
+    same = torch.equal(places, sources)
+    return [(call.out, own._replace(is_row_index=False))] if same else call.all_combined(_GUESSED)

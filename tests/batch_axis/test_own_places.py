@@ -1,0 +1,195 @@
+"""What is taken of a sample, or written to it, must not depend on where in the batch it stands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from fastdp.errors import BatchReadWarning, SampleMixingError
+
+from ..programs_by_hand import C, Program, run, squares, truth
+
+B = 4  # as many as a sample has numbers
+ROWS = torch.arange  # made in the forward: these are numbers of places
+
+
+def writing(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """The forward that writes in place to a copy: write(copy, activations)."""
+
+    def forward(m: Any, h: Tensor) -> Tensor:
+        z = h.clone()
+        write(z, h)
+        return z * 1.0
+
+    return forward
+
+
+def diagonal(h: Tensor) -> Tensor:
+    return ROWS(len(h)) * C + ROWS(len(h))  # of the flat memory
+
+
+def rolled(h: Tensor) -> Tensor:
+    return (ROWS(C) + ROWS(len(h))[:, None]) % C
+
+
+OTHERS = {
+    "diagonal": lambda m, h: h.diagonal()[:, None],
+    "diagonal of named dimensions": lambda m, h: torch.diagonal(h, 0, -1, -2)[:, None],
+    "diagonal_scatter": lambda m, h: h.diagonal_scatter(h.new_zeros(len(h))),
+    "diagonal, zeroed": writing(lambda z, h: z.diagonal().zero_()),
+    "diagonal, scaled": writing(lambda z, h: z.diagonal().mul_(3)),
+    "diagonal, copied to": writing(lambda z, h: z.diagonal().copy_(h[:, 0])),
+    "diagonal, assigned": writing(lambda z, h: z.diagonal().__setitem__(slice(None), 0.0)),
+    "strides": lambda m, h: h.as_strided((len(h), 2), (C + 1, 0)),
+    "strides, zeroed": writing(lambda z, h: z.as_strided((len(h),), (C + 1,)).zero_()),
+    "a view of strides, filled later": lambda m, h: filled_through(h),
+    "steps": lambda m, h: h.reshape(-1)[:: C + 1][:, None],
+    "steps, zeroed": writing(lambda z, h: z.view(-1)[:: C + 1].zero_()),
+    "steps, assigned": writing(lambda z, h: z.view(-1).__setitem__(slice(None, None, C + 1), 0.0)),
+    "flat places": lambda m, h: h.reshape(-1)[diagonal(h)][:, None],
+    "flat places of half the batch": lambda m, h: torch.cat(
+        [h.reshape(-1)[:: 2 * C], h.reshape(-1)[C + 1 :: 2 * C]]
+    )[:, None],
+    "flat places, selected": lambda m, h: h.reshape(-1).index_select(0, diagonal(h))[:, None],
+    "flat places, gathered": lambda m, h: h.reshape(-1).gather(0, diagonal(h))[:, None],
+    "flat places, scattered to": writing(lambda z, h: z.view(-1).scatter_(0, diagonal(h), 0.0)),
+    "flat places, filled": writing(lambda z, h: z.view(-1).index_fill_(0, diagonal(h), 0.0)),
+    "flat places, copied to": writing(lambda z, h: z.view(-1).index_copy_(0, diagonal(h), h[:, 0])),
+    "an index": lambda m, h: h[ROWS(len(h)), ROWS(len(h))][:, None],
+    "an index of several columns": lambda m, h: h[ROWS(len(h))[:, None], rolled(h)],
+    "a list": lambda m, h: h[list(range(len(h))), list(range(len(h)))][:, None],
+    "an array": lambda m, h: h[numpy.arange(len(h)), numpy.arange(len(h))][:, None],
+    "a tensor of a list": lambda m, h: h * torch.tensor(list(range(len(h))))[:, None],
+    "a mask": lambda m, h: h[torch.eye(len(h), C).bool()][:, None],
+    "an index, assigned": writing(lambda z, h: z.__setitem__((ROWS(len(h)), ROWS(len(h))), 0.0)),
+    "an index, put": lambda m, h: h.index_put((ROWS(len(h)), ROWS(len(h))), torch.tensor(0.0)),
+    "an index, own numbers put": writing(lambda z, h: z.__setitem__((ROWS(len(h)), ROWS(len(h))), h[:, 0] * 3)),
+    "an index, of zeros": lambda m, h: torch.zeros_like(h).index_put((ROWS(len(h)), ROWS(len(h))), h[:, 0]) * h,
+    "gathered": lambda m, h: h.gather(1, rolled(h)),
+    "taken along": lambda m, h: h.take_along_dim(rolled(h), 1),
+    "scattered to": lambda m, h: h.scatter(1, ROWS(len(h))[:, None], 0.0),
+    "scattered by place": lambda m, h: h.scatter(1, torch.zeros(len(h), 1).long(), ROWS(len(h))[:, None] * 1.0),
+    "gathered from some": lambda m, h: h.gather(1, torch.zeros(2, 1, dtype=torch.long)),
+    "scattered to some": lambda m, h: h.scatter(1, torch.zeros(2, 1, dtype=torch.long), 0.0),
+    "a mask over positions of samples": lambda m, h: (
+        torch.stack([h, h.tanh()]).masked_select(torch.eye(len(h), C).bool()).view(2, -1).T
+    ),
+}  # fmt: skip
+
+
+def filled_through(h: Tensor) -> Tensor:
+    memory = torch.zeros_like(h)
+    view = memory.as_strided((len(h),), (C + 1,))
+    memory.copy_(h)
+    return view[:, None] * 1.0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_numbers_of_each_sample_are_refused(name: str) -> None:
+    with pytest.raises(SampleMixingError):
+        run(OTHERS[name], sizes=(B,))
+
+
+def cut(h: Tensor) -> Tensor:
+    return h.view(len(h), 2, C // 2)
+
+
+def in_place(write: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """The forward that returns a view of its activations, which it writes to: torch makes the view's node anew then."""
+
+    def forward(m: Any, h: Tensor) -> Tensor:
+        z = cut(h * 1.0)
+        write(z)
+        return z
+
+    return forward
+
+
+SAME = {
+    "a diagonal within samples": lambda m, h: cut(h).diagonal(dim1=1, dim2=2),
+    "a diagonal within samples, zeroed": in_place(lambda z: z.diagonal(dim1=-1, dim2=1).zero_()),
+    "a view, written to through another": in_place(lambda z: z[:, 0].mul_(2)),
+    "strides within samples": lambda m, h: h.as_strided((len(h), 2), (C, C - 1)),
+    "steps within samples": lambda m, h: h.reshape(-1)[:: C // 2].view(len(h), -1),
+    "flat places alike": lambda m, h: h.reshape(-1)[ROWS(len(h)) * C + 1][:, None],
+    "flat places alike, zeroed": writing(lambda z, h: z.view(-1).scatter_(0, ROWS(len(h)) * C + 1, 0.0)),
+    "an index alike": lambda m, h: h[ROWS(len(h))[:, None], torch.tensor([2, 0])],
+    "an index in another order": lambda m, h: h[ROWS(len(h)).flip(0), 1][:, None],
+    "an index by data": lambda m, h: h[ROWS(len(h)), h.argmax(1)][:, None],
+    "an index by data, assigned": writing(lambda z, h: z.__setitem__((ROWS(len(h)), h.argmax(1)), 0.0)),
+    "columns alike gathered": lambda m, h: h.gather(1, torch.tensor([[2, 0]]).expand(len(h), -1)),
+    "columns alike scattered to": lambda m, h: h.scatter(1, torch.ones(len(h), 1).long(), 0.0),
+}  # fmt: skip
+
+
+def flat_squares(out: Tensor, labels: Tensor) -> Tensor:
+    return out.flatten(1).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_numbers_of_each_sample_are_exact(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = run(SAME[name], flat_squares, sizes=(B,))
+    torch.testing.assert_close(found.double(), truth(SAME[name], flat_squares, size=B), rtol=1e-5, atol=1e-6)
+
+
+LOOPS = {
+    "numbers": lambda h: [h[i, i : i + 1] for i in range(len(h))],
+    "rows, then numbers": lambda h: [row[i % C : i % C + 1] for i, row in enumerate(h)],
+    "the first of each": lambda h: [h[i, : i + 1].sum(0, keepdim=True) for i in range(len(h))],
+    "narrowed": lambda h: [h[i].narrow(0, i, 1) for i in range(len(h))],
+    "parts": lambda h: [part[0, i : i + 1] for i, part in enumerate(h.split(1))],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_indexes_by_its_number_is_warned_of(name: str) -> None:
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: torch.stack(LOOPS[name](h)), sizes=(B,))
+
+
+def test_a_loop_that_indexes_by_other_numbers_is_not() -> None:
+    lengths = [3, 1, 2, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(lambda m, h: torch.stack([h[i, :n].sum(0, keepdim=True) for i, n in enumerate(lengths)]), sizes=(B,))
+
+
+SUMS = {
+    "a sum": lambda each: sum(each),
+    "rows": lambda each: torch.stack(each).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_loss_of_some_samples_is_warned_of_unless_their_data_chose(name: str) -> None:
+    def first(out: Tensor, labels: Tensor) -> Tensor:
+        return SUMS[name]([out[i].square().sum() for i in range(len(out) - 1)])
+
+    def chosen(out: Tensor, labels: Tensor) -> Tensor:
+        return SUMS[name]([row.square().sum() for row in out if row[0] > limit])
+
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: h, first, sizes=(B,), reduction="sum")
+    model = Program(lambda m, h: h)
+    torch.manual_seed(1)
+    limit = float(model(torch.randn(B, 5))[:, 0].sort().values[-2])  # one passes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = run(lambda m, h: h, chosen, sizes=(B,), reduction="sum")
+    wanted = truth(lambda m, h: h, lambda out, labels: out.square().sum(), size=B)
+    passed = found > 0
+    assert int(passed.sum()) == 1
+    torch.testing.assert_close(found.double()[passed], wanted[passed], rtol=1e-5, atol=1e-6)
+
+
+def test_one_sample_is_by_place_also_where_a_function_returns_what_it_was_given() -> None:
+    with pytest.raises(SampleMixingError, match="by their place"):
+        run(lambda m, h: h[:1].contiguous().flatten(1).float(), squares, sizes=(B,))
