@@ -33,7 +33,7 @@ from .index_kinds import (
     source_dims,
 )
 from .layout import Layout, layout_of_rows, spread
-from .own_places import same_of_each, seen_through
+from .own_places import gathers_alike, same_of_each, seen_through
 from .propagate import ask
 from .reduction_ops import Spread, gathered
 from .view_ops import reshaped
@@ -278,7 +278,7 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
         own = torch.equal(spread(by.owners(index.device), by.dim, index.shape), owners)
         return by._replace(is_row_index=layout.is_row_index) if own else call.combined(_OTHERS)
     found = None if layout.order is not None else layout_of_rows(index, layout)
-    if found is not None and is_counted(index) and not same_of_each(index, None, layout, found):
+    if found is not None and is_counted(index) and not gathers_alike(index, layout, found):
         return call.combined(OWN_PLACES)
     return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import tensor_notes
+from .batch_positions import WHY, by_place, is_numbered
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
@@ -116,12 +117,14 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
     if found is None or found.mixed or found.alone >= 0 or target.shape[found.dim : found.dim + 1] != (found.rows,):
         return found
     along = source_dims(items, target.dim()).get(found.dim)
-    if not may_choose(along, entries, found):
+    constant = isinstance(value, Tensor) and call.is_constant(value) and is_numbered(value)
+    if not constant and not may_choose(along, entries, found):
         return found
     rows = spread(numbered(found.rows, target.device), found.dim, target.shape)[items]
     lie = layout_of_rows(rows, found)
-    other_places = lie is not None and by_own_place(along, items, entries, found, rows, lie)
-    return call.combined(OWN_PLACES) if other_places else found
+    if lie is not None and constant and by_place(value, value.dim() - rows.dim() + lie.dim, lie):
+        return call.combined(WHY)
+    return call.combined(OWN_PLACES) if lie and by_own_place(along, items, entries, found, rows, lie) else found
 
 
 def _laid(

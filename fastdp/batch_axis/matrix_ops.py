@@ -93,6 +93,8 @@ def _summed_product(call: Call) -> Tags | None:
     constants = [(t, letters) for t, letters, one in laid if one is None and samples in letters]
     for t, letters in constants:
         dim = letters.index(samples)
+        if t.size(dim) != layout.rows:  # one number for all of them
+            return None
         if by_place(t, dim, layout) or (t.dim() > 1 and not rows_alike(t, dim, layout, computed=True)):
             return None
     return [(call.out, total_of(call, call.out, layout, "sum"))]

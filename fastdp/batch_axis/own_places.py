@@ -66,6 +66,12 @@ def same_of_each(rows: Tensor, columns: Tensor | None, before: Layout, found: La
     return places is None or alike(places, found.dim, found)
 
 
+def gathers_alike(index: Tensor, layout: Layout, found: Layout) -> bool:
+    """Whether an index of rows, for each element by itself, names the same places of every sample. found: how these
+    rows lie now: along another dimension, each sample's have columns of their own."""
+    return found.alone >= 0 or (found.dim == layout.dim and same_of_each(index, None, layout, found))
+
+
 def seen_through(view: Tensor, base: Tensor, layout: Layout) -> tuple[Tensor, Tensor] | None:
     """Of each element of a view, the row that it lies in and where in the row; None if some lie in none."""
     offset = view.storage_offset() - base.storage_offset()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..utils.cache import Answers
 from ..utils.pytree import map_tensors, tensors_in
-from .batch_positions import is_fixed, made_in_sight, rows_alike
+from .batch_positions import is_fixed
 from .calls import Call, Inputs, Tags
 from .layout import Layout
 from .operator_table import MOVING_DIMS, REARRANGING, UNCHECKED, VIEWS
@@ -265,8 +265,8 @@ def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
     """Whether it does not matter where in the batch a sample stands: samples in another order give the results in that
     order. The triangle of a matrix [samples, features] keeps more of the later samples, each of its own numbers.
 
-    Constants with a number for each sample, rows in an order of their own and samples of a loop are judged where they
-    are met; whole numbers may be places themselves (`take`).
+    Constants of the batch's size whose numbers may be the samples' own, rows in an order of their own and samples of a
+    loop are judged where they are met; whole numbers may be places themselves (`take`).
     """
     data = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed]
     if any_whole(inputs):
@@ -278,13 +278,13 @@ def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
         return False
     if any(layout.owner is not None or layout.alone >= 0 or layout.is_row_index for layout in layouts):
         return True
-    kind = _kind(call)
+    rows = {call.batch, *[layout.rows for layout in layouts]}
+    beside = [constant for constant in call.constants() if not rows.isdisjoint(constant.shape)]
+    if not all(is_fixed(constant) for constant in beside):
+        return True
+    kind = None if beside else _kind(call)
     if kind is not None and kind in _BLIND:
         return True
-    for constant, layout in itertools.product(call.constants(), layouts):
-        dims = [dim for dim, size in enumerate(constant.shape) if size == layout.rows]
-        if dims and not (made_in_sight(constant) and all(rows_alike(constant, dim, layout) for dim in dims)):
-            return True
     values, before = _drawn(call, data, DRAWS[0]) or ([t for t, _ in data], [t for t, _ in tags])
     again = _run_again(call, data, values, drawn_anew=True)
     if again is None:

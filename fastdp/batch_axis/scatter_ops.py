@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .batch_positions import by_place, is_counted
+from .batch_positions import WHY, by_place, is_counted, is_fixed
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .index_kinds import OWN_PLACES
 from .index_write_ops import MIXES, ORDERED, Write, added_to_one_place, in_new_order, of_constant, shape_of, unequal
 from .layout import layout_of_rows, spread
 from .operator_table import spellings
-from .own_places import same_of_each
+from .own_places import alike, gathers_alike
 from .propagate import ask
 
 _GUESSED = f"{MIXES}, or rows whose samples are not known (assign an input's rows to samples by fastdp.mark_rows)"
@@ -60,8 +60,11 @@ def _scatter(call: Call) -> Tags:
             return call.all_combined(BY_POSITION)
     if layout is not None and is_counted(index) and by is None:
         lie = layout_of_rows(index, layout)
-        if lie is not None and not same_of_each(index, None, layout, lie):
+        if lie is None or not gathers_alike(index, layout, lie):
             return call.all_combined(OWN_PLACES)
+        constant = isinstance(source, Tensor) and call.is_constant(source) and is_fixed(source)
+        if constant and lie.alone < 0 and not alike(source.detach()[cut], lie.dim, lie):
+            return call.all_combined(WHY)
     if layout is not None:
         return [(call.out, layout if write.fits(layout) else call.combined(MIXES))]
     return [(call.out, of_constant(call, write, dim) or call.combined(MIXES))]
