@@ -19,9 +19,9 @@ from ..ops.common import bytes_of
 from ..utils.code_location import place_of, users
 from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
-from .batch_positions import is_random
+from .batch_positions import is_fixed
 from .calls import Call
-from .host_values import in_some_order
+from .host_values import in_some_order, on_host
 from .layout import Layout, layout_on, owner_of, tag, tag_of
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
@@ -31,7 +31,7 @@ WRITTEN: dict[int, tuple[dict[int, list[Any]], str]] = {}
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
-_MANY = 4  # samples whose own lengths do not count up by chance
+_MANY = 6  # samples whose own lengths do not count up by chance
 
 BY_POSITION = (
     "treats samples by their place in the batch: parts of it, cut by position, have not all gone the same way. If one "
@@ -40,47 +40,63 @@ BY_POSITION = (
 
 
 class Piece(NamedTuple):
-    """source: of which tensor it is a part (or of parts of it, joined); past: what was done to it; samples: in it.
+    """source: of which tensor it is a part (or of parts of it, joined); past: what was done to it; counts, whole: how
+    many rows of each sample are in it, and in that tensor; rows: tells these rows from others.
 
     Of one sample, numbers: by which it was indexed since; of several, one_by_one: whether a loop joined them.
     """
 
     source: int
     past: int
-    samples: frozenset[int]
+    counts: tuple[int, ...]
+    whole: tuple[int, ...]
+    rows: int
     numbers: tuple[int, ...] = ()
     one_by_one: bool = False
 
+    @property
+    def samples(self) -> list[int]:
+        return [number for number, count in enumerate(self.counts) if count]
 
-def cut(source: Tensor, layout: Layout, found: Layout, by: Any = ()) -> Layout:
-    """The layout of rows of a tensor picked by constants; a piece, if it holds not all samples alike. by: what picked
-    of these rows."""
+
+def cut(source: Tensor, layout: Layout, found: Layout, rows: Tensor, by: Any = ()) -> Layout:
+    """The layout of rows of a tensor picked by constants; a piece, if it holds not all samples alike.
+
+    rows: which of the source's rows each is; by: what else picked of these rows.
+    """
     if found.mixed or found.order is not None or layout.order is not None or layout.batch <= 1:
         return found
-    counts, before = _rows_of_each(found), _rows_of_each(layout)
+    rows = rows[tuple(slice(0, None if step else 1) for step in rows.stride())]
+    counts, before = _rows_of_each(found, rows.numel()), _rows_of_each(layout)
     if counts == before or (layout.owner is None and len(set(counts)) == 1):
         return found._replace(piece=layout.piece)
-    samples = frozenset(number for number, count in enumerate(counts) if count)
+    known = on_host(rows)
+    key = hash(tuple(counts)) if known is None else hash(bytes_of(known.contiguous()))
     if layout.piece is not None:
-        return found._replace(piece=layout.piece._replace(samples=samples))
+        return found._replace(piece=layout.piece._replace(counts=tuple(counts), rows=hash((layout.piece.rows, key))))
     note = source.__dict__.get(tensor_notes.CUT)
     if not _CUT_ONCE:
         _CUT_ONCE.append(True)
     if note is None or note[1] != source._version:
         note = source.__dict__[tensor_notes.CUT] = (next(_CUTS), source._version)
-    return found._replace(piece=Piece(note[0], 0, samples, tuple(_integers(by)) if len(samples) == 1 else ()))
+    piece = Piece(note[0], 0, tuple(counts), tuple(before), key)
+    return found._replace(piece=piece._replace(numbers=tuple(_integers(by))) if len(piece.samples) == 1 else piece)
 
 
-def _rows_of_each(layout: Layout) -> list[int]:
-    """How many rows each sample has."""
+def _rows_of_each(layout: Layout, rows: int = 0) -> list[int]:
+    """How many rows each sample has; rows: of a tensor of one sample."""
+    if layout.alone >= 0:
+        return [rows * (number == layout.alone) for number in range(layout.batch)]
     if layout.owner is None:
-        return [int(layout.alone in (-1, number)) for number in range(layout.batch)]
+        return [layout.outer * layout.inner] * layout.batch
     return torch.bincount(in_some_order(layout.owner), minlength=layout.batch).tolist()
 
 
 def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
     """The piece after a call on pieces of the same samples: its past is one call longer."""
     first = pieces[0]
+    if call.name in operator_table.ADDING and len({(p.past, p.counts) for p in pieces}) == 1 < len(set(pieces)):
+        return first  # parts of a sample, each made in the same way, added up by a loop
     what: list[Any] = [call.name]
     # (numbers of an index may be each sample's own length, unless they count up with the samples: `_count_up`)
     _describe(
@@ -108,7 +124,7 @@ def stamp(call: Call) -> None:
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
     if call.name in operator_table.COMPARING_PARTS:
-        if len(pieces) < 2 or len({piece.samples for piece in pieces}) > 1:
+        if len(pieces) < 2 or len({piece.rows for piece in pieces}) > 1:
             return  # their rules look at the parts; here it is what lies side by side of the same samples
         piece = pieces[0]._replace(past=hash((call.name, *(piece.past for piece in pieces))))
     else:
@@ -187,7 +203,7 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
         if value.is_leaf and value.requires_grad:
             whole = value if value._base is None else value._base  # a part of a parameter may be cut anew for each
             into.append((id(whole), value.storage_offset(), value.shape, value.stride()))
-        elif not is_random(value) and value.device.type == "cpu" and value.layout == torch.strided:
+        elif is_fixed(value) and value.device.type == "cpu" and value.layout == torch.strided:  # else perhaps its own
             into.append((value.dtype, value.shape, hash(bytes_of(value))))
     elif isinstance(value, tuple | list):
         for item in value:
@@ -229,10 +245,13 @@ def joined_rows(layouts: Sequence[Layout]) -> tuple[Piece | None, str]:
     if all(layout.piece is None for layout in layouts):
         return None, ""
     if all(layout.alone >= 0 for layout in layouts):
-        piece, _ = joined([layout.piece for layout in layouts if layout.piece is not None])
-        return settled(piece and piece._replace(one_by_one=True, numbers=()), layouts[0].batch), ""
+        pieces = [layout.piece for layout in layouts if layout.piece is not None]
+        if len({piece.rows for piece in pieces}) == 1:
+            return None, ""  # `stamp` notes what lies side by side
+        piece, _ = joined(pieces)
+        return settled(piece and piece._replace(one_by_one=True, numbers=())), ""
     piece, problem = joined([layout.piece for layout in layouts])
-    return settled(piece, layouts[0].batch), problem
+    return settled(piece), problem
 
 
 def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
@@ -242,15 +261,20 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
         return None, ""
     if len(known) < len(pieces):
         return None, BY_POSITION
-    samples = frozenset().union(*(piece.samples for piece in known))
-    first = max(known, key=lambda piece: len(piece.samples))._replace(samples=samples)
+    parts = {piece.rows: piece for piece in known}
+    rows, past = next(iter(parts)), hash(tuple(known))
+    counts = known[0].counts
+    if len(parts) > 1:
+        rows = hash(frozenset(parts))
+        counts = tuple(map(sum, zip(*(piece.counts for piece in parts.values()), strict=True)))
+    first = max(known, key=lambda piece: len(piece.samples))._replace(counts=counts, rows=rows)
     different = [piece for piece in known if (piece.source, piece.past) != (first.source, first.past)]
     if not different:
         if not OWN_READS and _count_up(known):
             NOTED.append(f"a single sample {BY_POSITION}")
         return first, ""
-    if len({piece.samples for piece in known}) == 1 and len(known[0].samples) > 1:
-        return first._replace(past=hash(tuple(known))), ""
+    if len(parts) == 1:  # side by side
+        return first._replace(past=past), ""
     if any(len(piece.samples) > 1 and not piece.one_by_one for piece in different):
         return None, BY_POSITION
     if not OWN_READS:  # else its own data may have said so
@@ -258,6 +282,9 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
     return first, ""
 
 
-def settled(piece: Piece | None, batch: int) -> Piece | None:
-    """None once all samples are in it."""
-    return None if piece is None or len(piece.samples) == batch else piece
+def settled(piece: Piece | None) -> Piece | None:
+    """None once all samples are in it alike, or by a loop, as much of each as its data says perhaps."""
+    if piece is None or 0 in piece.counts:
+        return piece
+    alike = piece.one_by_one or len(set(piece.counts)) == 1 or piece.counts == piece.whole
+    return None if alike else piece

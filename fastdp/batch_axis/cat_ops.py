@@ -105,6 +105,6 @@ def _split(call: Call) -> Tags:
             tags.append((part, call.combined("cuts rows off an order that depends on other samples")))
             continue
         found = seen.of_sample(int(seen.owners(device)[taken[0]])) if single else seen.taken(layout.dim, taken)
-        found = cut(source, layout, brought_back(found, source.device))
+        found = cut(source, layout, brought_back(found, source.device), taken)
         tags.append((part, found._replace(size_from_data=found.size_from_data or (sized and found.alone >= 0))))
     return tags

@@ -103,7 +103,7 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     if by_own_place(along, items, entries, layout, rows, found):
         return call.combined(OWN_PLACES)
     if entry is None or entry.layout is None:  # by constants
-        found = cut(source, layout, found, [item for dim, item in used.items() if dim != layout.dim])
+        found = cut(source, layout, found, rows, [item for dim, item in used.items() if dim != layout.dim])
     sized = [e for e in entries.values() if e.layout is not None and (e.layout.size_from_data or e.order is not None)]
     return found._replace(size_from_data=found.size_from_data or bool(sized)) if found.alone >= 0 else found
 
@@ -215,7 +215,7 @@ def _as_strided(call: Call) -> Tags:
     found = layout if layout.alone >= 0 else layout_of_rows(seen[0], layout)
     if found is not None and not same_of_each(*seen, layout, found):
         return call.all_combined(OWN_PLACES)
-    return [(call.out, call.combined(_SEVERAL) if found is None else cut(source, layout, found))]
+    return [(call.out, call.combined(_SEVERAL) if found is None else cut(source, layout, found, seen[0]))]
 
 
 @layout_rule(torch.index_select, T.index_select, by_value=True, picks=True, joins=True)
@@ -254,7 +254,7 @@ def _first_rows(call: Call, layout: Layout) -> Layout:
     if call.out.size(layout.dim) == layout.rows:
         return layout
     rows = numbered(call.out.size(layout.dim), call.out.device)
-    return cut(call.args[0], layout, layout.taken(layout.dim, rows))
+    return cut(call.args[0], layout, layout.taken(layout.dim, rows), rows)
 
 
 def _looked_up(call: Call, table: Tensor, index: Tensor, by: Layout, dim: int | None) -> Layout:
@@ -280,7 +280,7 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
     found = None if layout.order is not None else layout_of_rows(index, layout)
     if found is not None and is_counted(index) and not gathers_alike(index, layout, found):
         return call.combined(OWN_PLACES)
-    return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found)
+    return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found, index)
 
 
 _BASE = T._base.__get__  # type: ignore[union-attr]

@@ -60,7 +60,7 @@ def follow(call: Call) -> Tags | None:
     mixed = _begun(inputs)
     inferred = max(layout.inferred for _, layout in inputs)
     floating = all(t.is_floating_point() or t.is_complex() for t in outputs)
-    piece = settled(pieces, call.batch)
+    piece = settled(pieces)
     if piece is not None and call.name not in operator_table.ADDING | operator_table.STACKING:
         piece = stamped([piece], call)
     kind = _kind(call, inputs) if floating else ""

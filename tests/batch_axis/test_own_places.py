@@ -142,7 +142,7 @@ def test_the_same_numbers_of_each_sample_are_exact(name: str) -> None:
 
 LOOPS = {
     "numbers": lambda h: [h[i, i : i + 1] for i in range(len(h))],
-    "rows, then numbers": lambda h: [row[i % C : i % C + 1] for i, row in enumerate(h)],
+    "rows, then numbers": lambda h: [row[i : i + 1] for i, row in enumerate(h)],
     "the first of each": lambda h: [h[i, : i + 1].sum(0, keepdim=True) for i in range(len(h))],
     "narrowed": lambda h: [h[i].narrow(0, i, 1) for i in range(len(h))],
     "parts": lambda h: [part[0, i : i + 1] for i, part in enumerate(h.split(1))],
@@ -152,7 +152,7 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_indexes_by_its_number_is_warned_of(name: str) -> None:
     with pytest.warns(BatchReadWarning, match="by their place"):
-        run(lambda m, h: torch.stack(LOOPS[name](h)), sizes=(B,))
+        run(lambda m, h: torch.stack(LOOPS[name](torch.cat([h, h], 1))), sizes=(6,))
 
 
 def test_a_loop_that_indexes_by_other_numbers_is_not() -> None:
