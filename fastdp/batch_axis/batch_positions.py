@@ -24,6 +24,7 @@ from .own_places import alike
 from .tensor_notes import ALIKE, MADE
 
 _CONSTANT, _RANDOM = "constant", "random"
+OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _HEAD = "head"  # the first part of a tensor of unseen origin, or made of that
 _TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
 
@@ -58,9 +59,21 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
         made = _CONSTANT if tables[0] else _HEAD
     elif name in operator_table.NUMBERING or name in operator_table.FILLING or _is_counting(call):
         made = _CONSTANT
+    elif (
+        not of_loss
+        and name in operator_table.LOOKING_UP
+        and any(map(is_counted_up, given))
+        and not all(map(_made, given))
+    ):
+        made = _HEAD  # rows of a table of unseen origin, by their numbers
+    elif OWN_READS and (name == "__setitem__" or name in operator_table.STACKING or name == "pad_sequence"):
+        made = ""  # as many of each, perhaps, as Python has read of each sample
     elif _CONSTANT in known or _HEAD in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
-        strange = any(not _made(t) and t.dim() and not is_owned(t) for t in given)
+        computes = name in operator_table.COMPUTING or name in operator_table.ELEMENTWISE or name == "outer"
+        strange = any(
+            not _made(t) and t.dim() and not is_owned(t) and (not computes or _fits(t, call.batch)) for t in given
+        )
         made = "" if strange else _HEAD if _HEAD in known else _CONSTANT
     elif given and all(tables):
         made = _TABLE
@@ -71,6 +84,16 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
             tensor.__dict__[MADE] = (made, now().number)
         else:
             tensor.__dict__.pop(MADE, None)
+
+
+def _fits(tensor: Tensor, batch: int) -> bool:
+    """Whether a tensor may have numbers for each sample."""
+    return any(size >= batch and not size % batch for size in tensor.shape)
+
+
+def is_counted_up(tensor: Tensor) -> bool:
+    """Whether a tensor is an index that counts rows, made in sight."""
+    return tensor.dtype == torch.int64 and is_counted(tensor) and is_numbered(tensor)
 
 
 def note_counting(tensor: Tensor) -> None:
@@ -141,7 +164,7 @@ def is_counted(tensor: Tensor) -> bool:
 
 def may_matter(tensor: Tensor, batch: int) -> bool:
     """Whether what a call on data makes of this constant may depend on more than on its shape."""
-    return made_in_sight(tensor) and any(size >= batch and not size % batch for size in tensor.shape)
+    return made_in_sight(tensor) and _fits(tensor, batch)
 
 
 def by_place(tensor: Tensor, dim: int, layout: Layout) -> bool:

@@ -19,7 +19,7 @@ from ..ops.common import bytes_of
 from ..utils.code_location import place_of, users
 from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
-from .batch_positions import is_fixed
+from .batch_positions import OWN_READS, is_fixed
 from .calls import Call
 from .host_values import in_some_order, on_host
 from .layout import Layout, layout_on, owner_of, tag, tag_of
@@ -28,7 +28,6 @@ NOTED: list[str] = []  # what single samples of a loop went through, where it di
 # by memory that single samples' rows were written to, in this forward or loss: what was done before to each's rows,
 # and the place of the first write
 WRITTEN: dict[int, tuple[dict[int, list[Any]], str]] = {}
-OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
 _MANY = 6  # samples whose own lengths do not count up by chance
@@ -202,7 +201,7 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
             return  # (a part cut without gradients is a leaf, too)
         if value.is_leaf and value.requires_grad:
             whole = value if value._base is None else value._base  # a part of a parameter may be cut anew for each
-            into.append((id(whole), value.storage_offset(), value.shape, value.stride()))
+            into.append((id(whole), value.storage_offset()))  # (how much of it, its own length may say)
         elif is_fixed(value) and value.device.type == "cpu" and value.layout == torch.strided:  # else perhaps its own
             into.append((value.dtype, value.shape, hash(bytes_of(value))))
     elif isinstance(value, tuple | list):

@@ -41,6 +41,8 @@ class Call:
         self.args, self.kwargs, self.path = args, kwargs, path  # path: of the module in whose forward the call stands
         self.tensors: Sequence[Tensor] = tensors_in((args, kwargs) if kwargs else args)
         self.name = function_name(func)
+        if self.name in ("__getitem__", "__setitem__"):
+            self.tensors = [*self.tensors, *_bounds(args[1] if len(args) > 1 else None)]
         self.in_place = is_in_place(self.name)
         self.before: Tensor | None = None
         self.bases: list[tuple[Tensor, Layout]] = []
@@ -129,6 +131,12 @@ class Call:
     def all_combined(self, why: str, mixed: str = "") -> Tags:
         """Every result is made of several samples."""
         return [(tensor, self.combined(why, mixed)) for tensor in self.results()]
+
+
+def _bounds(index: Any) -> list[Tensor]:
+    """The tensors that say where an index's slices begin and end."""
+    slices = [item for item in (index if isinstance(index, tuple) else (index,)) if isinstance(item, slice)]
+    return [end for item in slices for end in (item.start, item.stop, item.step) if isinstance(end, Tensor)]
 
 
 _LEADING = ("input", "self", "tensors", "query", "key", "value")

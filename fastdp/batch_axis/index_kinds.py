@@ -67,9 +67,27 @@ CUT_BY_DATA = "cuts all samples where the data of some says"
 
 def cut_by_samples(call: Call, index: tuple[Any, ...]) -> bool:
     """Whether a slice ends where some samples' numbers say (a number over the whole batch may, as a size may)."""
-    bounds = [bound for item in index if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
-    known = [call.layout(bound) for bound in bounds if isinstance(bound, Tensor)]
+    known = [call.layout(bound) for bound in _bounds(index)]
     return any(layout is not None and not layout.mixed for layout in known)
+
+
+def cut_by_one(call: Call, index: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
+    """The one sample whose numbers say where slices end, or -1, and the index with these numbers."""
+    known = [layout for bound in _bounds(index) if (layout := call.layout(bound)) is not None]
+    owners = {layout.alone for layout in known}
+
+    def number(bound: Any) -> Any:
+        return int(bound) if isinstance(bound, Tensor) else bound
+
+    found = tuple(
+        slice(number(item.start), number(item.stop), number(item.step)) if isinstance(item, slice) else item
+        for item in index
+    )
+    return owners.pop() if len(owners) == 1 else -1, found
+
+
+def _bounds(index: tuple[Any, ...]) -> list[Any]:
+    return [bound for item in index if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
 
 
 def _is_listed(item: Any) -> bool:

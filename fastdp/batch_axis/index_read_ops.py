@@ -22,6 +22,7 @@ from .index_kinds import (
     Entry,
     brought_back,
     by_own_place,
+    cut_by_one,
     cut_by_samples,
     expanded,
     found_in,
@@ -52,7 +53,12 @@ def getitem(call: Call) -> Tags:
         return _take_from_constant(call)
     index = index_tuple(call, call.args[1], source.device)
     if cut_by_samples(call, index):
-        return call.all_combined(CUT_BY_DATA)
+        sample, index = cut_by_one(call, index)
+        found = call.combined(CUT_BY_DATA) if sample < 0 or layout.mixed else picked(call, layout, index)
+        if found.alone != sample:
+            return call.all_combined(CUT_BY_DATA)
+        piece = found.piece and found.piece._replace(numbers=())
+        return [(call.out, found._replace(size_from_data=True, is_row_index=layout.is_row_index, piece=piece))]
     if layout.mixed and (total := gathered(call, "last", lambda at: _is_last(at, index, source))) is not None:
         return total
     found = layout._replace(dim=0) if layout.mixed else picked(call, layout, index)

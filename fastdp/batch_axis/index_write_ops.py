@@ -23,6 +23,7 @@ from .index_kinds import (
     OWN_PLACES,
     Entry,
     by_own_place,
+    cut_by_one,
     cut_by_samples,
     expanded,
     index_tuple,
@@ -31,7 +32,7 @@ from .index_kinds import (
     source_dims,
 )
 from .inputs import layouts_marked
-from .layout import NOBODY, Layout, layout_of_rows, spread
+from .layout import NOBODY, Layout, layout_of_rows, owner_of, spread
 from .operator_table import spellings
 from .totals import total_of
 
@@ -71,8 +72,22 @@ def _setitem(call: Call) -> Tags:
     target, index, value = call.args
     index = index_tuple(call, index, target.device)
     if cut_by_samples(call, index):
-        return [(target, call.combined(CUT_BY_DATA))]
+        return [(target, _written_by_one(call, target, *cut_by_one(call, index), value))]
     return [(target, _assigned(call, target, index, value))]
+
+
+def _written_by_one(call: Call, target: Tensor, sample: int, index: tuple[Any, ...], value: Any) -> Layout:
+    """The layout of the target once target[index] = value, where the numbers of one sample say how far."""
+    layout, source = call.layout(target), call.layout(value)
+    if sample < 0 or any(one is not None and one.mixed for one in (layout, source)):
+        return call.combined(CUT_BY_DATA)
+    if source is not None and owner_of(source) != sample:
+        return call.combined(MIXES)
+    write = Write(target, lambda t: t[index], [torch.tensor(sample, device=target.device)], source, True)
+    if layout is not None:
+        return layout if layout.alone == sample or (layout.alone < 0 and write.fits(layout)) else call.combined(MIXES)
+    numbers = [dim for dim, item in source_dims(index, target.dim()).items() if isinstance(item, int)]
+    return of_constant(call, write, None, numbers) or call.combined(CUT_BY_DATA)
 
 
 @layout_rule(*spellings("index_put", "index_put_"), by_value=True, picks=True, joins=True)
@@ -168,8 +183,15 @@ def _laid(
             return new
     if layout is not None:
         return call.combined(MIXES)
-    numbers = [dim for dim, item in enumerate(items) if isinstance(item, int)]  # out[b] = ..., out[b, i] = ...
+    numbers = [
+        dim for dim, item in source_dims(items, target.dim()).items() if _names_each(call, item, target.size(dim))
+    ]
     return of_constant(call, write, None, numbers) or _occurring(call, source, adds)
+
+
+def _names_each(call: Call, item: Any, rows: int) -> bool:
+    """Whether an index names rows one by one: out[b] = ..., out[b, i] = ..., out[torch.arange(B), y] = ..."""
+    return isinstance(item, int) or (isinstance(item, Tensor) and call.is_constant(item) and permutes(item, rows))
 
 
 def _occurring(call: Call, source: Layout | None, adds: bool) -> Layout:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
-from .batch_positions import made_in_sight
+from .batch_positions import OWN_READS, made_in_sight
 from .calls import Call
 from .index_kinds import permutes
 from .inputs import mark_of
@@ -72,6 +72,7 @@ class Labels:
         self.batch, self.moment = batch, moment
         self.unknown_order = self.two_orders = False
         self.paused = 0  # forwards of the model itself that are on
+        self._own: dict[int, tuple[Tensor, int]] = {}  # by id: of lists, with the sample whose data they met
         self._met: dict[int, Tensor | None] = {}  # the order in which labels (by id) met the outputs
 
     # ------------------------------------------------------------------ what is taken for labels
@@ -95,10 +96,11 @@ class Labels:
                 self._take_back(weights)  # there are as many classes as samples
         known = [tag_of(tensor, self.batch) for tensor in call.tensors if tensor.dim()]
         weighs = any(layout is not None and layout.total for layout in known)  # sums of several losses, of columns
+        owners = {layout.alone for tensor in call.tensors if (layout := tag_of(tensor, self.batch)) is not None}
         for tensor in () if self.paused or weighs else call.tensors if whole else self._candidates(call):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                 continue
-            if not tensor.requires_grad:
+            if not tensor.requires_grad and not self._is_own(tensor, owners):
                 self._presume(tensor)
 
     def _candidates(self, call: Call) -> Iterable[Any]:
@@ -128,6 +130,15 @@ class Labels:
         if kind == "loss":
             return (*args, *[value for key, value in kwargs.items() if key not in ("weight", "pos_weight")])
         return ()
+
+    def _is_own(self, tensor: Tensor, owners: set[int]) -> bool:
+        """Whether a tensor beside a single sample's data is of a list with one for each: it meets no other's."""
+        if len(owners) != 1 or not tensor.dim() or made_in_sight(tensor):
+            return False
+        sample = next(iter(owners))
+        if sample >= 0 and not OWN_READS:
+            OWN_READS.append(True)
+        return sample >= 0 and self._own.setdefault(id(tensor), (tensor, sample))[1] == sample
 
     def _presume(self, tensor: Tensor) -> None:
         if (

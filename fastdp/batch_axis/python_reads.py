@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import BatchReadWarning, SampleMixingError
 from ..utils.code_location import FASTDP, TORCH, place_of
 from . import operator_table
-from .batch_slices import OWN_READS
+from .batch_positions import OWN_READS
 from .calls import Call, Tags
 from .layout import Layout, tag, tag_of
 from .operator_table import COMPARING, READING

@@ -67,6 +67,7 @@ class Sizes:
         # number told first, and number computed with; None: cleared
         self._places: dict[Any, tuple[float, float] | None] = {}
         self._followed: dict[Any, _Followed] = {}  # by place
+        self._divisors: dict[Any, tuple[int, float, int]] = {}  # by place: forward, number, number of samples
         self._beside: set[int] = set()  # sizes told in this forward that are of another dimension
         self._forwards = 0
 
@@ -207,6 +208,23 @@ class Sizes:
         if not (asks or certain or "with a size" in why):
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
+
+    def changing_divisor(self, call: Call) -> str:
+        """Of a sum over the samples that the same code has divided by another whole number in an earlier batch, and by
+        no multiple of the number of samples: how many labels count, perhaps ('' of any other call)."""
+        first = call.args[0] if call.args and "div" in call.name else None
+        layout = call.layout(first)
+        number = _number_in(call.args[1]) if layout is not None and layout.total and len(call.args) > 1 else None
+        frame = None if number is None or number < 1 or number % 1 else users(sys._getframe(1))
+        if frame is None or number is None:
+            return ""
+        seen = self._divisors.setdefault((frame.f_code, frame.f_lineno), (self._forwards, number, call.batch))
+        if seen[0] == self._forwards or seen[1] == number or seen[1] * call.batch == number * seen[2]:
+            return ""
+        return (
+            f"{call.mixed()} divides the loss by {number:g}, and by {seen[1]:g} in an earlier batch: if that is how "
+            "many labels, boxes or tokens several samples have, each sample's weight depends on the others"
+        )
 
     def follows_read(self, call: Call, number: float, read: bool) -> bool:
         """Whether a batch is scaled by a whole number that Python has read of it, here and in batches before."""

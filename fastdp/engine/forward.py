@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..batch_axis.aliasing import look
-from ..batch_axis.batch_slices import OWN_READS, WRITTEN
+from ..batch_axis.batch_positions import OWN_READS
+from ..batch_axis.batch_slices import WRITTEN
 from ..batch_axis.generations import Generation, Token, set_generation
 from ..batch_axis.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from ..batch_axis.layout import Layout, generation_of, layout_on, tag_of

@@ -285,7 +285,7 @@ class LossTracking(TorchFunctionMode):
         if certain:
             tag(call.out, Layout(self.batch, mixed=f"{why}, which changes from batch to batch"))
         else:
-            self._note_read(why)
+            self._note_read(why or self.sizes.changing_divisor(call))
 
     def _note_read(self, what: str) -> None:
         """Warn of a number that Python has read of several samples."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch_axis.batch_slices import BY_POSITION, OWN_READS
+from ..batch_axis.batch_positions import OWN_READS
+from ..batch_axis.batch_slices import BY_POSITION
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
 from ..batch_axis.labels import TWO_ORDERS, UNKNOWN_ORDER, Labels

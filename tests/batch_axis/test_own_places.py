@@ -77,10 +77,32 @@ OTHERS = {
     "scattered by place": lambda m, h: h.scatter(1, torch.zeros(len(h), 1).long(), ROWS(len(h))[:, None] * 1.0),
     "gathered from some": lambda m, h: h.gather(1, torch.zeros(2, 1, dtype=torch.long)),
     "scattered to some": lambda m, h: h.scatter(1, torch.zeros(2, 1, dtype=torch.long), 0.0),
+    "constants by place, assigned": writing(lambda z, h: z.__setitem__((slice(None), 0), torch.linspace(0, 1, len(h)))),
+    "constants by place, copied to columns": lambda m, h: h.index_copy(
+        1, torch.tensor([0]), torch.linspace(0, 1, len(h))[:, None]
+    ),
+    "constants by place, to a diagonal": lambda m, h: h.diagonal_scatter(torch.linspace(0, 1, len(h))),
+    "constants by place, scattered along": lambda m, h: h.T.scatter(
+        1, ROWS(len(h)).expand(2, -1), torch.linspace(0, 1, 2 * len(h)).view(2, -1)
+    ).T,
+    "columns of their own, gathered": lambda m, h: h.repeat(2, 1).gather(0, ROWS(len(h)).expand(2, -1)).T,
+    "columns of their own, scattered to": lambda m, h: h.repeat(2, 1).scatter(0, ROWS(len(h)).expand(2, -1), 0.0),
+    "other numbers of rows": lambda m, h: h.repeat_interleave(torch.arange(1, len(h) + 1), 0),
+    "rows of a table of nobody's": lambda m, h: h + TABLE[ROWS(len(h))],
+    "angles over the batch": lambda m, h: h * torch.outer(ROWS(len(h)).float(), TABLE[0, :3].repeat(2)[:C]).cos(),
+    "chunks of rows by time, by themselves": lambda m, h: by_time(h, lambda first, second: (first, 3 * second.tanh())),
     "a mask over positions of samples": lambda m, h: (
         torch.stack([h, h.tanh()]).masked_select(torch.eye(len(h), C).bool()).view(2, -1).T
     ),
 }  # fmt: skip
+
+
+TABLE = torch.randn(15, C, generator=torch.Generator().manual_seed(3))  # neither the model's nor a batch's
+
+
+def by_time(h: Tensor, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """Rows [3 * B, C] of three times, in two chunks: of some samples more rows are in the first."""
+    return torch.cat(change(*torch.stack([h, h.tanh(), h.sin()]).flatten(0, 1).chunk(2)))
 
 
 def filled_through(h: Tensor) -> Tensor:
@@ -111,6 +133,17 @@ def in_place(write: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
     return forward
 
 
+def own(h: Tensor) -> Any:
+    return enumerate(h.argmax(1))
+
+
+def mask_of(h: Tensor, write: Callable[[Tensor, int, Tensor], Any]) -> Tensor:
+    mask = torch.zeros(h.shape)
+    for i, n in own(h):
+        write(mask, i, n)
+    return mask
+
+
 SAME = {
     "a diagonal within samples": lambda m, h: cut(h).diagonal(dim1=1, dim2=2),
     "a diagonal within samples, zeroed": in_place(lambda z: z.diagonal(dim1=-1, dim2=1).zero_()),
@@ -123,6 +156,19 @@ SAME = {
     "an index in another order": lambda m, h: h[ROWS(len(h)).flip(0), 1][:, None],
     "an index by data": lambda m, h: h[ROWS(len(h)), h.argmax(1)][:, None],
     "an index by data, assigned": writing(lambda z, h: z.__setitem__((ROWS(len(h)), h.argmax(1)), 0.0)),
+    "chunks of rows by time, alike": lambda m, h: (
+        by_time(h, lambda first, second: (first.exp(), second.exp())).view(3, len(h), -1).sum(0)
+    ),
+    "own lengths": lambda m, h: torch.stack([h[i, : n + 1].sum(0, True) for i, n in enumerate(h.argmax(1))]),
+    "own lengths, written": writing(lambda z, h: [z.__setitem__((i, slice(n, None)), 0.0) for i, n in own(h)]),
+    "a mask of own lengths": lambda m, h: h * mask_of(h, lambda mask, i, n: mask.__setitem__((i, slice(n)), 1.0)),
+    "a mask of numbers read": lambda m, h: h * mask_of(h, lambda mask, i, n: mask.__setitem__((i, slice(int(n))), 1.0)),
+    "a mask of numbers listed": lambda m, h: h * torch.stack(
+        [torch.cat([torch.ones(n), torch.zeros(C - n)]) for n in h.argmax(1).tolist()]
+    ),
+    "choices by hand": lambda m, h: h + torch.zeros(len(h), 2 * C).index_put(
+        (ROWS(len(h)), h.argmax(1) + C), torch.tensor(1.0)
+    )[:, C:],
     "columns alike gathered": lambda m, h: h.gather(1, torch.tensor([[2, 0]]).expand(len(h), -1)),
     "columns alike scattered to": lambda m, h: h.scatter(1, torch.ones(len(h), 1).long(), 0.0),
 }  # fmt: skip
@@ -193,3 +239,40 @@ def test_a_loss_of_some_samples_is_warned_of_unless_their_data_chose(name: str) 
 def test_one_sample_is_by_place_also_where_a_function_returns_what_it_was_given() -> None:
     with pytest.raises(SampleMixingError, match="by their place"):
         run(lambda m, h: h[:1].contiguous().flatten(1).float(), squares, sizes=(B,))
+
+
+def of_lists(lengths: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The mean of losses to targets that come as a list, of as many numbers as each sample has; none of empty ones."""
+
+    def loss(out: Tensor, labels: Tensor) -> Tensor:
+        targets = [torch.linspace(0, 1, n + 1)[1:].clone().numpy() for n in lengths]
+        pairs = [(o, torch.from_numpy(t)) for o, t in zip(out, targets, strict=True) if len(t)]
+        return sum((o[:, None] - t).square().mean() for o, t in pairs) / len(out)
+
+    return loss
+
+
+@pytest.mark.parametrize("lengths", [[2, 3, 1, 2], [B, 1, B, 2], [0, B, 2, 2]])
+def test_targets_in_a_list_may_have_as_many_rows_as_the_batch(lengths: list[int]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = run(lambda m, h: h, of_lists(lengths), sizes=(B,))
+    model = Program(lambda m, h: h).double()
+    torch.manual_seed(1)
+    x = torch.randn(B, 5).double()
+    for i, n in enumerate(lengths):
+        model.zero_grad()
+        if n:
+            of_lists([n])(model(x[i : i + 1]), x).backward()
+        norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+        assert abs(float(found[i]) - norm) < 1e-5 * norm + 1e-7
+
+
+def test_one_of_a_list_must_not_meet_other_samples() -> None:
+    shared = torch.from_numpy(numpy.ones(B, dtype=numpy.float32))
+    with pytest.raises(SampleMixingError):
+        run(
+            lambda m, h: h,
+            lambda out, labels: sum((o.sum() - shared).square().sum() for o in out) / len(out),
+            sizes=(B,),
+        )
