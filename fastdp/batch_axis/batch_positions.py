@@ -93,7 +93,7 @@ def _fits(tensor: Tensor, batch: int) -> bool:
 
 def is_counted_up(tensor: Tensor) -> bool:
     """Whether a tensor is an index that counts rows, made in sight."""
-    return tensor.dtype == torch.int64 and is_counted(tensor) and is_numbered(tensor)
+    return tensor.dtype == torch.int64 and is_counted(tensor)
 
 
 def note_counting(tensor: Tensor) -> None:

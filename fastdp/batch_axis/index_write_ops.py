@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import tensor_notes
-from .batch_positions import WHY, by_place, is_numbered
+from .batch_positions import WHY, by_place, is_fixed
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
@@ -132,7 +132,8 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
     if found is None or found.mixed or found.alone >= 0 or target.shape[found.dim : found.dim + 1] != (found.rows,):
         return found
     along = source_dims(items, target.dim()).get(found.dim)
-    constant = isinstance(value, Tensor) and call.is_constant(value) and is_numbered(value)
+    fixed = isinstance(value, Tensor) and call.is_constant(value) and is_fixed(value) and found.rows in value.shape
+    constant = fixed and all(entry.layout is None for entry in entries.values())  # else data says which goes where
     if not constant and not may_choose(along, entries, found):
         return found
     rows = spread(numbered(found.rows, target.device), found.dim, target.shape)[items]

@@ -67,7 +67,7 @@ class Sizes:
         # number told first, and number computed with; None: cleared
         self._places: dict[Any, tuple[float, float] | None] = {}
         self._followed: dict[Any, _Followed] = {}  # by place
-        self._divisors: dict[Any, tuple[int, float, int]] = {}  # by place: forward, number, number of samples
+        self._divisors: dict[Any, tuple[int, set[float]]] = {}  # of sums, by place: in its first forward
         self._beside: set[int] = set()  # sizes told in this forward that are of another dimension
         self._forwards = 0
 
@@ -216,13 +216,15 @@ class Sizes:
         layout = call.layout(first)
         number = _number_in(call.args[1]) if layout is not None and layout.total and len(call.args) > 1 else None
         frame = None if number is None or number < 1 or number % 1 else users(sys._getframe(1))
-        if frame is None or number is None:
+        if frame is None or number is None or not number % call.batch:
             return ""
-        seen = self._divisors.setdefault((frame.f_code, frame.f_lineno), (self._forwards, number, call.batch))
-        if seen[0] == self._forwards or seen[1] == number or seen[1] * call.batch == number * seen[2]:
+        forward, numbers = self._divisors.setdefault((frame.f_code, frame.f_lineno), (self._forwards, {number}))
+        if forward == self._forwards:
+            numbers.add(number)
+        if number in numbers:
             return ""
         return (
-            f"{call.mixed()} divides the loss by {number:g}, and by {seen[1]:g} in an earlier batch: if that is how "
+            f"{call.mixed()} divides the loss by {number:g}, and by {min(numbers):g} in another batch: if that is how "
             "many labels, boxes or tokens several samples have, each sample's weight depends on the others"
         )
 
