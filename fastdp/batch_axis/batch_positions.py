@@ -31,7 +31,7 @@ _TABLE = "table"  # made of the model's own tensors alone: its rows are no sampl
 WHY = (
     "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
     "cut by the batch's size). If one sample is removed, the others move to other places: use numbers that are the "
-    "same for every sample, or chosen by the sample's own data"
+    "same for every sample, or chosen by the sample's own data (a mask of lengths: torch.arange(T) < lengths[:, None])"
 )
 
 

@@ -128,8 +128,8 @@ def stamp(call: Call) -> None:
         piece = pieces[0]._replace(past=hash((call.name, *(piece.past for piece in pieces))))
     else:
         piece = stamped(pieces, call)
-    target = _target(call) if call.in_place else None
-    if isinstance(target, Tensor) and target._is_view():
+    target = _target(call) if call.in_place else call.kwargs.get("out")
+    if isinstance(target, Tensor):
         _write(target, batch)
     for tensor in tensors_in((call.out, target)):
         layout = tag_of(tensor, batch)
@@ -183,13 +183,22 @@ def _begins_a_sum(call: Call) -> bool:
     return call.name.strip("_") in ("add", "radd") and any(type(item) is int and item == 0 for item in call.args)
 
 
-def _write(view: Tensor, batch: int) -> None:
+def _write(part: Tensor, batch: int) -> None:
     """A part of the batch was changed where it lies, so that the batch's parts have gone different ways."""
-    layout, base = tag_of(view, batch), view._base
-    if layout is None or layout.piece is None or layout.mixed or base is None or tag_of(base, batch) is None:
+    layout, base = tag_of(part, batch), part._base if part._is_view() else None
+    if layout is None or layout.piece is None or layout.mixed:
+        return
+    if base is None:  # a detached alias, if the memory has more than this
+        storage = tensor_notes.storage_of(part)
+        if storage is None or storage.nbytes() <= part.numel() * part.element_size():
+            return
+    elif tag_of(base, batch) is None:
         return
     if len(layout.piece.samples) > 1 and not layout.piece.one_by_one:
-        tag(base, Layout(batch, mixed=f"a write in place {BY_POSITION}"))
+        mixed = Layout(batch, mixed=f"a write in place {BY_POSITION}")
+        tag(part if base is None else base, mixed)
+        if base is None:
+            tensor_notes.written(part, mixed, layout)
     else:
         NOTED.append(f"a single sample {BY_POSITION}")
 

@@ -46,6 +46,9 @@ def _side_by_side(call: Call) -> Tags:
 def _joined(call: Call, parts: Sequence[tuple[Layout | None, int]], dim: int) -> Tags:
     """Rows of samples along a dimension (so many of a tensor of one sample), one part after another."""
     device = call.out.device
+    if len(parts) == call.batch and all(found is None or found.alone == k for k, (found, _) in enumerate(parts)):
+        # of some samples it is a constant
+        parts = [(found or Layout(call.batch, alone=k), size) for k, (found, size) in enumerate(parts)]
     known = [found.along(dim, size, device) for found, size in parts if found is not None]
     mixed = next((layout.mixed for layout in known if layout.mixed), "")
     if len(known) < len(parts) or mixed or any(layout.dim != dim for layout in known):

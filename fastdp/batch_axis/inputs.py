@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import BatchLayoutError, StepError
 from . import current_batch, tensor_notes
@@ -173,9 +173,11 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
         return sizes[0]
     if packed:
         return int(packed[0].batch_sizes[0])
+    if any(hasattr(value, "__array_interface__") for value in tree_leaves(values)):
+        raise StepError("the model was called with arrays, which are not followed: give tensors (torch.from_numpy)")
     raise StepError(
         "the model was called without a tensor that has a batch dimension: call it through its forward, with the data "
-        "as tensors (arrays are not followed); give batch_size= to the optimizer; or say how many samples there are by "
+        "as tensors; give batch_size= to the optimizer; or say how many samples there are by "
         "fastdp.mark_rows(..., samples=)"
     )
 

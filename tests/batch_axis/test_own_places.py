@@ -90,6 +90,9 @@ OTHERS = {
     "other numbers of rows": lambda m, h: h.repeat_interleave(torch.arange(1, len(h) + 1), 0),
     "rows of a table of nobody's": lambda m, h: h + TABLE[ROWS(len(h))],
     "angles over the batch": lambda m, h: h * torch.outer(ROWS(len(h)).float(), TABLE[0, :3].repeat(2)[:C]).cos(),
+    "a part, detached and zeroed": writing(lambda z, h: z[:2].detach().zero_()),
+    "a part's numbers zeroed": writing(lambda z, h: z[:2].data.zero_()),
+    "a part written by out=": lambda m, h: h + parts_written(torch.zeros_like(h), h.detach()),
     "chunks of rows by time, by themselves": lambda m, h: by_time(h, lambda first, second: (first, 3 * second.tanh())),
     "a mask over positions of samples": lambda m, h: (
         torch.stack([h, h.tanh()]).masked_select(torch.eye(len(h), C).bool()).view(2, -1).T
@@ -103,6 +106,12 @@ TABLE = torch.randn(15, C, generator=torch.Generator().manual_seed(3))  # neithe
 def by_time(h: Tensor, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
     """Rows [3 * B, C] of three times, in two chunks: of some samples more rows are in the first."""
     return torch.cat(change(*torch.stack([h, h.tanh(), h.sin()]).flatten(0, 1).chunk(2)))
+
+
+def parts_written(memory: Tensor, h: Tensor) -> Tensor:
+    torch.tanh(h[:2], out=memory[:2])
+    torch.mul(h[2:], -9, out=memory[2:])
+    return memory
 
 
 def filled_through(h: Tensor) -> Tensor:
@@ -266,6 +275,19 @@ def test_targets_in_a_list_may_have_as_many_rows_as_the_batch(lengths: list[int]
             of_lists([n])(model(x[i : i + 1]), x).backward()
         norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
         assert abs(float(found[i]) - norm) < 1e-5 * norm + 1e-7
+
+
+@pytest.mark.parametrize("join", [torch.stack, lambda each: torch.cat([one[None] for one in each])])
+def test_a_constant_may_stand_for_a_sample_without_a_loss(join: Callable[[list[Tensor]], Tensor]) -> None:
+    def loss(out: Tensor, labels: Tensor) -> Tensor:
+        return join([torch.tensor(0.0) if o[0] > 0 else o.square().sum() for o in out]).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = run(lambda m, h: h, loss, sizes=(B,))
+    wanted = truth(lambda m, h: h, lambda out, labels: (out.square().sum(1) * (out[:, 0] <= 0)).mean(), size=B)
+    assert 0 < int((wanted == 0).sum()) < B
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_one_of_a_list_must_not_meet_other_samples() -> None:
