@@ -34,7 +34,8 @@ _MANY = 6  # samples whose own lengths do not count up by chance
 
 BY_POSITION = (
     "treats samples by their place in the batch: parts of it, cut by position, have not all gone the same way. If one "
-    "sample is removed, the others move to other places. Do the same to every sample, or choose by the sample's data"
+    "sample is removed, the others move to other places. Do the same to every sample, or choose by the sample's data "
+    "(by a mask)"
 )
 
 
@@ -58,16 +59,17 @@ class Piece(NamedTuple):
         return [number for number, count in enumerate(self.counts) if count]
 
 
-def cut(source: Tensor, layout: Layout, found: Layout, rows: Tensor, by: Any = ()) -> Layout:
+def cut(source: Tensor, layout: Layout, found: Layout, rows: Tensor, by: Any = (), named: bool = False) -> Layout:
     """The layout of rows of a tensor picked by constants; a piece, if it holds not all samples alike.
 
-    rows: which of the source's rows each is; by: what else picked of these rows.
+    rows: which of the source's rows each is; by: what else picked of these rows; named: one by one, so that how many
+    each sample has its own data may have told (the boxes of images).
     """
     if found.mixed or found.order is not None or layout.order is not None or layout.batch <= 1:
         return found
     rows = rows[tuple(slice(0, None if step else 1) for step in rows.stride())]
     counts, before = _rows_of_each(found, rows.numel()), _rows_of_each(layout)
-    if counts == before or (layout.owner is None and len(set(counts)) == 1):
+    if counts == before or (layout.owner is None and len(set(counts)) == 1) or (named and 0 not in counts):
         return found._replace(piece=layout.piece)
     known = on_host(rows)
     key = hash(tuple(counts)) if known is None else hash(bytes_of(known.contiguous()))

@@ -109,7 +109,9 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     if by_own_place(along, items, entries, layout, rows, found):
         return call.combined(OWN_PLACES)
     if entry is None or entry.layout is None:  # by constants
-        found = cut(source, layout, found, rows, [item for dim, item in used.items() if dim != layout.dim])
+        found = cut(
+            source, layout, found, rows, [item for dim, item in used.items() if dim != layout.dim], entry is not None
+        )
     sized = [e for e in entries.values() if e.layout is not None and (e.layout.size_from_data or e.order is not None)]
     return found._replace(size_from_data=found.size_from_data or bool(sized)) if found.alone >= 0 else found
 
@@ -286,7 +288,7 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
     found = None if layout.order is not None else layout_of_rows(index, layout)
     if found is not None and is_counted(index) and not gathers_alike(index, layout, found):
         return call.combined(OWN_PLACES)
-    return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found, index)
+    return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found, index, named=True)
 
 
 _BASE = T._base.__get__  # type: ignore[union-attr]

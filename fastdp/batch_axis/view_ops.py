@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .batch_positions import WHY, by_place, was_by_place
+from .batch_positions import WHY, by_place, is_counted, was_by_place
 from .batch_slices import cut
 from .calls import Call, Inputs, Tags, layout_rule
 from .host_values import numbered
@@ -96,7 +96,10 @@ def _repeat_interleave(call: Call) -> Tags:
     seen, (often,), device = looked_at(layout, (times,), source.device)
     rows = torch.arange(layout.rows, device=device).repeat_interleave(often)
     if by is None and layout.may_take(rows):
-        return [(call.out, cut(source, layout, brought_back(seen.taken(layout.dim, rows), source.device), rows))]
+        found = brought_back(seen.taken(layout.dim, rows), source.device)
+        return [
+            (call.out, cut(source, layout, found, rows, named=not isinstance(times, Tensor) or not is_counted(times)))
+        ]
     if by is None or by.mixed or not by.same_rows(layout, source.device):
         return call.all_combined("repeats rows as often as other samples say")
     return [(call.out, brought_back(repeated(seen, often, rows), source.device))]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..batch_axis import current_batch, tensor_notes
 from ..batch_axis.generations import LOADERS, Generation
-from ..batch_axis.inputs import mark_of, nested_tensors
+from ..batch_axis.inputs import listed_one_by_one, mark_of, nested_tensors
 from ..batch_axis.layout import Layout, generation_of, tag, tag_of
 from ..errors import StepError
 from .backward import backwards
@@ -49,8 +49,10 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
     _FOLLOWED[0] = moment.number, loader
     start(size, moment, engines[0], [])
     with torch._C.DisableTorchFunction():
+        listed = listed_one_by_one(batch, size, 0, alike=True)
         for tensor in nested_tensors(batch):
-            layout = None if tensor.is_nested or mark_of(tensor) is not None else _layout_of(tensor, size, engines)
+            told = tensor.is_nested or mark_of(tensor) is not None or id(tensor) in listed
+            layout = None if told else _layout_of(tensor, size, engines)
             if layout is not None:
                 tensor.__dict__[tensor_notes.INPUT] = True
                 tag(tensor, layout)

@@ -272,3 +272,12 @@ def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
         assert "LossReductionWarning" in _scaled(extra, [6, 5])
     weight = 0.1
     assert not _scaled(lambda o: weight * o.sum() / len(o), [10, 20, 5, 10])  # 1 / 10 is one of its sizes by chance
+
+
+def test_a_sum_divided_by_how_many_labels_there_are_is_warned_of() -> None:
+    """Which a batch at a time does not show: 13 boxes, then 15. (As many tokens for each sample are another matter.)"""
+    sizes, counts, pieces = [6, 5, 7], iter([13, 17, 15, 13, 17, 15]), iter([6, 5, 7])
+    found = _scaled(lambda o: o.sum() / torch.as_tensor([next(counts)]).clamp(min=1).item(), sizes)
+    assert "BatchReadWarning" in found
+    assert "BatchReadWarning" not in _scaled(lambda o: o.sum() / (next(pieces) * 12), sizes)
+    assert "BatchReadWarning" not in _scaled(lambda o: o.sum() / 1000 + o.sum() / 100, sizes)

@@ -10,7 +10,9 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+import fastdp
 from fastdp.errors import BatchReadWarning, SampleMixingError
 
 from ..programs_by_hand import C, Program, run, squares, truth
@@ -298,3 +300,34 @@ def test_one_of_a_list_must_not_meet_other_samples() -> None:
             lambda out, labels: sum((o.sum() - shared).square().sum() for o in out) / len(out),
             sizes=(B,),
         )
+
+
+class Boxes(Dataset[tuple[Tensor, Tensor]]):
+    """Records with one to three targets each."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(5), torch.randn(1 + number % 3, C)
+
+
+def test_a_loaders_lists_may_hold_as_many_rows_as_there_are_samples() -> None:
+    def collate(records: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        return torch.stack([x for x, _ in records]), [targets for _, targets in records]
+
+    model = Program(lambda m, h: h)
+    loader = fastdp.poisson_loader(Boxes(), expected_batch_size=3, steps=30, seed=3, collate_fn=collate)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    sizes = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BatchReadWarning)
+        for x, targets in loader:
+            sizes.add(len(x))
+            if len(x):
+                losses = (torch.cdist(o[None], t).min() for o, t in zip(model(x), targets, strict=True))
+                (sum(losses) / len(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.detach()
+    assert {2, 3} <= sizes
