@@ -270,7 +270,11 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
     if not known:
         return None, ""
     if len(known) < len(pieces):
-        return None, BY_POSITION
+        if not all(piece.one_by_one for piece in known):
+            return None, BY_POSITION
+        if not OWN_READS:  # a loop's sum over some samples, beside one over all
+            NOTED.append(f"a single sample {BY_POSITION}")
+        return None, ""
     parts = {piece.rows: piece for piece in known}
     rows, past = next(iter(parts)), hash(tuple(known))
     counts = known[0].counts

@@ -133,7 +133,7 @@ class Labels:
 
     def _is_own(self, tensor: Tensor, owners: set[int]) -> bool:
         """Whether a tensor beside a single sample's data is of a list with one for each: it meets no other's."""
-        if len(owners) != 1 or not tensor.dim() or made_in_sight(tensor):
+        if len(owners) != 1 or not tensor.dim() or made_in_sight(tensor) or tag_of(tensor, self.batch) is not None:
             return False
         sample = next(iter(owners))
         if sample >= 0 and not OWN_READS:

@@ -331,3 +331,14 @@ def test_a_loaders_lists_may_hold_as_many_rows_as_there_are_samples() -> None:
             optimizer.zero_grad()
     optimizer.detach()
     assert {2, 3} <= sizes
+
+
+def test_rows_of_the_labels_are_no_list() -> None:
+    """A loop over the batch's labels tells nothing of what each sample's data chose."""
+
+    def loss(out: Tensor, labels: Tensor) -> Tensor:
+        wanted = torch.from_numpy(numpy.ones((B, C), dtype=numpy.float32))
+        return sum((out[i] - wanted[i]).square().sum() for i in range(len(out) - 1)) + 0 * (out - wanted).sum()
+
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: h, loss, sizes=(B,), reduction="sum")
