@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .batch_positions import WHY, by_place, is_counted, is_fixed
+from .batch_positions import WHY, is_counted, is_fixed
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .index_kinds import OWN_PLACES
@@ -29,15 +29,7 @@ def _scatter(call: Call) -> Tags:
     source, dim = call.argument(3, "src"), dim % target.dim()
     layout, by, rows = call.layout(target), call.layout(index), call.layout(source)
     known = [one for one in (layout, by, rows) if one is not None]
-    if any(one.mixed for one in known):
-        return ask(call)
-    if all(one.dim != dim for one in known):
-        first = next(one for one in (layout, rows, by) if one is not None)
-        if by is None and first.alone < 0:
-            if any(isinstance(t, Tensor) and by_place(t, first.dim, first) for t in (index, source)):
-                return call.all_combined(OWN_PLACES)
-            if index.size(first.dim) != first.rows:  # the first rows only
-                return call.all_combined(BY_POSITION)
+    if any(one.mixed for one in known) or all(one.dim != dim for one in known):
         return ask(call)
     if by is None and any(one.order is not None for one in known):
         return call.all_combined(ORDERED)

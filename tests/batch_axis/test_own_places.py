@@ -91,7 +91,13 @@ OTHERS = {
     "columns of their own, scattered to": lambda m, h: h.repeat(2, 1).scatter(0, ROWS(len(h)).expand(2, -1), 0.0),
     "other numbers of rows": lambda m, h: h.repeat_interleave(torch.arange(1, len(h) + 1), 0),
     "rows of a table of nobody's": lambda m, h: h + TABLE[ROWS(len(h))],
-    "angles over the batch": lambda m, h: h * torch.outer(ROWS(len(h)).float(), TABLE[0, :3].repeat(2)[:C]).cos(),
+    "angles over the batch": lambda m, h: h[:, :3] * torch.outer(ROWS(len(h)).float(), ANGLES).cos(),
+    "the numbers of two samples between": lambda m, h: between(h, lambda n: slice(n[0], n[0] + n[1])),
+    "another's number": lambda m, h: between(h, lambda n: slice(n[1])),
+    "another's numbers, written": writing(lambda z, h: [z.__setitem__((1 - i, slice(n)), 0.0) for i, n in own(h[:2])]),
+    "another's numbers to its own places": lambda m, h: h + mask_of(
+        h, lambda mask, i, n: mask.__setitem__((i, slice(n)), h[1 - i, :n] if i < 2 else 0.0)
+    ),
     "a part, detached and zeroed": writing(lambda z, h: z[:2].detach().zero_()),
     "a part's numbers zeroed": writing(lambda z, h: z[:2].data.zero_()),
     "a part written by out=": lambda m, h: h + parts_written(torch.zeros_like(h), h.detach()),
@@ -102,12 +108,18 @@ OTHERS = {
 }  # fmt: skip
 
 
+ANGLES = torch.linspace(1, 2, 3)
 TABLE = torch.randn(15, C, generator=torch.Generator().manual_seed(3))  # neither the model's nor a batch's
 
 
 def by_time(h: Tensor, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
     """Rows [3 * B, C] of three times, in two chunks: of some samples more rows are in the first."""
     return torch.cat(change(*torch.stack([h, h.tanh(), h.sin()]).flatten(0, 1).chunk(2)))
+
+
+def between(h: Tensor, bounds: Callable[[Tensor], slice]) -> Tensor:
+    """The first sample's numbers from one place to another, added to all that it has."""
+    return torch.stack([h[0] + h[0, bounds(h.argmax(1))].sum(), *h[1:]])
 
 
 def parts_written(memory: Tensor, h: Tensor) -> Tensor:
@@ -217,6 +229,45 @@ def test_a_loop_that_indexes_by_other_numbers_is_not() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(lambda m, h: torch.stack([h[i, :n].sum(0, keepdim=True) for i, n in enumerate(lengths)]), sizes=(B,))
+
+
+def test_a_loop_that_takes_one_of_a_list_for_each_is_not() -> None:
+    weights = list(numpy.random.default_rng(0).normal(size=(6, C)).astype("float32"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(lambda m, h: torch.stack([row * torch.from_numpy(w) for row, w in zip(h, weights, strict=True)]))
+
+
+def test_choices_written_by_hand_may_fall_where_they_will() -> None:
+    """As many columns as several samples': which dimension is the samples' is not told by where the ones are."""
+
+    def chosen(m: Any, h: Tensor) -> Tensor:
+        choices = torch.zeros(len(h), 2 * C)
+        choices[torch.arange(len(h)), torch.cat([h, -h], 1).argmax(1)] = 1.0
+        return h * choices[:, :C] - h * choices[:, C:]
+
+    run(chosen, sizes=(2,) * 8)
+
+
+PARTS = {
+    "a chunk of rows by time": lambda out: torch.stack([out, out.tanh(), out.sin()]).flatten(0, 1).chunk(2)[0].sum(),
+    "some, and all": lambda out: out[:2].square().sum() + out.square().sum(),
+    "the first, gathered": lambda out: out.gather(1, torch.zeros(2, 1, dtype=torch.long)).square().sum(),
+    "in another order, beside constants": lambda out: torch.stack(
+        [torch.zeros(()) if i == 1 else out[B - 1 - i].square().sum() for i in range(B)]
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_loss_of_a_part_is_refused(name: str) -> None:
+    with pytest.raises(SampleMixingError):
+        run(lambda m, h: h, lambda out, labels: PARTS[name](out), sizes=(B,), reduction="sum")
+
+
+def test_a_product_of_tensors_of_which_one_has_a_single_row() -> None:
+    with pytest.raises(SampleMixingError):
+        run(lambda m, h: torch.tensordot(torch.randn(2, 1, 2), h.view(2, 2, 2), 2), sizes=(2,))
 
 
 SUMS = {
