@@ -24,9 +24,30 @@ from .own_places import alike
 from .tensor_notes import ALIKE, MADE
 
 _CONSTANT, _RANDOM = "constant", "random"
-OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _HEAD = "head"  # the first part of a tensor of unseen origin, or made of that
 _TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
+
+
+class OwnReads:
+    """Whether Python has read a number of every sample, in this forward and its loss: then a loop may go by them."""
+
+    def __init__(self) -> None:
+        self._samples: set[int] = set()
+        self._batch = 1
+
+    def of(self, layout: Layout) -> None:
+        """Python reads numbers that are laid out like this."""
+        self._batch = layout.batch
+        self._samples.update(range(layout.batch) if layout.alone < 0 else (layout.alone,))
+
+    def __bool__(self) -> bool:
+        return len(self._samples) >= self._batch
+
+    def clear(self) -> None:
+        self._samples = set()
+
+
+OWN_READS = OwnReads()
 
 WHY = (
     "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
@@ -66,7 +87,7 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
         and not all(map(_made, given))
     ):
         made = _HEAD  # rows of a table of unseen origin, by their numbers
-    elif OWN_READS and (name == "__setitem__" or name in operator_table.STACKING or name == "pad_sequence"):
+    elif OWN_READS and _goes_by_reads(call):
         made = ""  # as many of each, perhaps, as Python has read of each sample
     elif _CONSTANT in known or _HEAD in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
@@ -84,6 +105,16 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
             tensor.__dict__[MADE] = (made, now().number)
         else:
             tensor.__dict__.pop(MADE, None)
+
+
+def _goes_by_reads(call: Call) -> bool:
+    """Whether a constant is made as a loop over the samples makes it: mask[i, :n] = 1, or of a row for each."""
+    if call.name == "__setitem__":
+        items = call.args[1] if isinstance(call.args[1], tuple) else ()
+        cuts = any(isinstance(item, slice) and type(item.start or item.stop) is int for item in items)
+        return cuts and any(type(item) is int for item in items)
+    rows = call.args[0] if call.name in ("stack", "pad_sequence") and call.args else ()
+    return isinstance(rows, tuple | list) and len(rows) == call.batch
 
 
 def _fits(tensor: Tensor, batch: int) -> bool:

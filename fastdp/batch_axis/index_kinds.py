@@ -191,6 +191,9 @@ def by_own_place(
                 numbers = on_host(other.tensor)
                 if not alike((other.tensor if numbers is None else numbers).expand(shape), found.dim - place, found):
                     return True
+    cut_off = isinstance(along, slice) and along.step in (None, 1) and found.piece not in (None, layout.piece)
+    if entry is None and cut_off:
+        return False  # a part, which may be put together with the others
     return (entry is None or entry.fixed) and not same_of_each(rows, None, layout, found)
 
 

@@ -106,12 +106,12 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     found = brought_back(found, source.device)
     if found.order is not None and entry is not None and found.alone < 0 and found.dim != position_of(entries, items):
         return call.combined(_ORDER_ACROSS)
-    if by_own_place(along, items, entries, layout, rows, found):
-        return call.combined(OWN_PLACES)
     if entry is None or entry.layout is None:  # by constants
         found = cut(
             source, layout, found, rows, [item for dim, item in used.items() if dim != layout.dim], entry is not None
         )
+    if by_own_place(along, items, entries, layout, rows, found):
+        return call.combined(OWN_PLACES)
     sized = [e for e in entries.values() if e.layout is not None and (e.layout.size_from_data or e.order is not None)]
     return found._replace(size_from_data=found.size_from_data or bool(sized)) if found.alone >= 0 else found
 

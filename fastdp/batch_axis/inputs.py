@@ -25,11 +25,8 @@ def tag_inputs(
     known: their layouts, where the same call was seen before (recomputation); folded: batch * k rows, k
     consecutive ones of each sample, count as well.
     """
-    listed = listed_one_by_one(values, batch, dim)
     for number, tensor in enumerate(nested_tensors(values)):
         mark = mark_of(tensor)
-        if mark is None and id(tensor) in listed:
-            continue
         if tensor_notes.INPUT in tensor.__dict__ and (is_stale(tensor) or known is not None):
             tag(tensor, None)  # the same input again, in another step
         if mark is None and tag_of(tensor, batch) is not None:
@@ -56,17 +53,14 @@ def tag_inputs(
     tag_marked(batch)
 
 
-def listed_one_by_one(values: Any, batch: int, dim: int, alike: bool = False) -> set[int]:
-    """The ids of tensors in lists with one for each sample, of different sizes (the boxes of images): one that has as
-    many rows as there are samples is no other than the rest. alike: of one size, too."""
+def listed_one_by_one(values: Any, batch: int) -> set[int]:
+    """The ids of tensors that a batch has in lists or tuples with one for each sample (the boxes of images): one that
+    has as many rows as there are samples is no other than the rest."""
     found: set[int] = set()
     for item in values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else ():
-        found |= listed_one_by_one(item, batch, dim, alike)
-        if not isinstance(item, list) or len(item) != batch or batch <= 1:
-            continue
-        for each in zip(*(nested_tensors(one) for one in item), strict=False):  # by key, of dicts
-            if alike or len({tensor.size(dim) if tensor.dim() > dim else 0 for tensor in each}) > 1:
-                found.update(map(id, each))
+        found |= listed_one_by_one(item, batch)
+        if isinstance(item, tuple | list) and len(item) == batch > 1:
+            found.update(map(id, nested_tensors(item)))
     return found
 
 

@@ -57,6 +57,9 @@ def _kind(func: Any) -> str:
     return _KINDS.get(operator_table.function_name(func), of_losses)
 
 
+_ONE_BY_ONE = operator_table.CASTING | operator_table.ELEMENTWISE
+
+
 class Origin(NamedTuple):
     """roots: the labels (by id) that a tensor is made of; order: how their rows were picked; moment: in which batch."""
 
@@ -96,6 +99,8 @@ class Labels:
                 self._take_back(weights)  # there are as many classes as samples
         known = [tag_of(tensor, self.batch) for tensor in call.tensors if tensor.dim()]
         weighs = any(layout is not None and layout.total for layout in known)  # sums of several losses, of columns
+        if call.name in _ONE_BY_ONE and not any(tag_of(tensor, self.batch) is not None for tensor in call.tensors):
+            return  # what becomes of them may be labels, or one sample's of a list
         owners = {layout.alone for tensor in call.tensors if (layout := tag_of(tensor, self.batch)) is not None}
         for tensor in () if self.paused or weighs else call.tensors if whole else self._candidates(call):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
@@ -136,8 +141,8 @@ class Labels:
         if len(owners) != 1 or not tensor.dim() or made_in_sight(tensor) or tag_of(tensor, self.batch) is not None:
             return False
         sample = next(iter(owners))
-        if sample >= 0 and not OWN_READS:
-            OWN_READS.append(True)
+        if sample >= 0:
+            OWN_READS.of(Layout(self.batch))  # as each may have an item of its own, or none
         return sample >= 0 and self._own.setdefault(id(tensor), (tensor, sample))[1] == sample
 
     def _presume(self, tensor: Tensor) -> None:

@@ -39,8 +39,9 @@ def read_of(call: Call, tags: Tags | None) -> str:
         if call.func not in READING:
             return ""
         found = [layout for _, layout in call.inputs()]
-        if not OWN_READS and any(not layout.mixed for layout in found):
-            OWN_READS.append(True)
+        for layout in found:
+            if not layout.mixed:
+                OWN_READS.of(layout)
         return next((layout.mixed for layout in found if layout.mixed), "")
     if all(layout is not None and layout.mixed for _, layout in tags):
         return ""

@@ -49,7 +49,7 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
     _FOLLOWED[0] = moment.number, loader
     start(size, moment, engines[0], [])
     with torch._C.DisableTorchFunction():
-        listed = listed_one_by_one(batch, size, 0, alike=True)
+        listed = listed_one_by_one(batch, size)
         for tensor in nested_tensors(batch):
             told = tensor.is_nested or mark_of(tensor) is not None or id(tensor) in listed
             layout = None if told else _layout_of(tensor, size, engines)

@@ -120,9 +120,10 @@ def problem_of(
                 return LossNotFollowedWarning(_LOST)
             chance = any(words in layout.mixed for words in _MET_BY_CHANCE)
             return SampleMixingError(REFUSED.format(layout.mixed) + (_NO_SAMPLES if chance else ""), layout.mixed)
-        if layout.piece is not None and not OWN_READS:  # else its own data may have said so
-            if layout.piece.one_by_one:
-                return BatchReadWarning(REFUSED.format(f"it {BY_POSITION}"))
+        if layout.piece is not None and layout.piece.one_by_one and not OWN_READS:  # else its own data may have said so
+            return BatchReadWarning(REFUSED.format(f"it {BY_POSITION}"))
+        one = layout.alone >= 0 and bool(OWN_READS)  # the only one that a loop has chosen
+        if layout.piece is not None and not layout.piece.one_by_one and not one:
             return SampleMixingError(REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
         if layout.total not in ("", "either", "mean" if mean else "sum"):
             return LossReductionWarning(_REDUCTION[layout.total])
