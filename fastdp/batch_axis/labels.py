@@ -149,6 +149,7 @@ class Labels:
         if (
             not tensor.dim()
             or tensor_notes.WRITTEN_DOWN in tensor.__dict__
+            or tensor_notes.LISTED in tensor.__dict__
             or tensor.is_sparse
             or tensor.is_nested
             or tag_of(tensor, self.batch) is not None

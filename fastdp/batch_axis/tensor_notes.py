@@ -26,6 +26,7 @@ TAGGED_AT = "_fastdp_tagged_at"  # the version at which a view was tagged
 RELAID = "_fastdp_relaid"  # the version at which a memory got other rows: what its views said before is past
 INPUT = "_fastdp_input"  # one of the model's arguments: its rows may be packed in ways that shapes do not tell
 LOADED = "_fastdp_loaded"  # as a loader has handed it out, followed or not: its batch's records, the loader's id or 0
+LISTED = "_fastdp_listed"  # of a list that a loader handed out, with an item for each sample
 ROWS = "_fastdp_rows"  # what the user said of its rows (`fastdp.mark_rows`)
 PRESUMED = "_fastdp_presumed"  # taken for labels: in which batch, and the version then
 LABELS = "_fastdp_labels"  # made of labels alone: of which, and in which order (`batch_axis.labels.Origin`)

@@ -53,6 +53,8 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
         for tensor in nested_tensors(batch):
             told = tensor.is_nested or mark_of(tensor) is not None or id(tensor) in listed
             layout = None if told else _layout_of(tensor, size, engines)
+            if id(tensor) in listed:
+                tensor.__dict__[tensor_notes.LISTED] = True
             if layout is not None:
                 tensor.__dict__[tensor_notes.INPUT] = True
                 tag(tensor, layout)
