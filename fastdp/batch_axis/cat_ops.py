@@ -39,7 +39,8 @@ def _side_by_side(call: Call) -> Tags:
     if call.name == "pad_sequence":
         dim = 0 if call.argument(1, "batch_first", False) else 1
         call.out.__dict__[tensor_notes.LONGEST] = 1 - dim
-    layouts = [None if found is None or found.alone < 0 else found for found in map(call.layout, call.args[0])]
+    several = call.combined("joins rows of different samples")
+    layouts = [several if found is not None and found.alone < 0 else found for found in map(call.layout, call.args[0])]
     return _joined(call, [(found and found._replace(size_from_data=False), 1) for found in layouts], dim)
 
 
