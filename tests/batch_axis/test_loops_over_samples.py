@@ -54,14 +54,17 @@ def test_choices_written_by_hand_may_fall_where_they_will() -> None:
 
     def chosen(m: Any, h: Tensor) -> Tensor:
         choices = torch.zeros(len(h), 2 * C)
-        choices[torch.arange(len(h)), torch.cat([h, -h], 1).argmax(1)] = 1.0
-        return h * choices[:, :C] - h * choices[:, C:]
+        choices[torch.arange(len(h)), 1 + 6 * (h[:, 0] > 0).long()] = 1.0
+        return torch.cat([h, h.tanh()], 1) * choices
 
-    run(chosen, sizes=(2,) * 8)
+    run(chosen, sizes=(2,) * 12)
 
 
 PARTS = {
     "a chunk of rows by time": lambda out: torch.stack([out, out.tanh(), out.sin()]).flatten(0, 1).chunk(2)[0].sum(),
+    "two of three chunks": lambda out: torch.cat(
+        torch.stack([out, out.tanh(), out.sin()]).flatten(0, 1).split(5)[:2]
+    ).sum(),
     "some, and all": lambda out: out[:2].square().sum() + out.square().sum(),
     "the first, gathered": lambda out: out.gather(1, torch.zeros(2, 1, dtype=torch.long)).square().sum(),
     "in another order, beside constants": lambda out: torch.stack(

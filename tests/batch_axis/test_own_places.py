@@ -90,11 +90,11 @@ OTHERS = {
     "other numbers of rows": lambda m, h: h.repeat_interleave(torch.arange(1, len(h) + 1), 0),
     "rows of a table of nobody's": lambda m, h: h + TABLE[ROWS(len(h))],
     "angles over the batch": lambda m, h: h[:, :3] * torch.outer(ROWS(len(h)).float(), ANGLES).cos(),
-    "the numbers of two samples between": lambda m, h: between(h, lambda n: slice(n[0], n[0] + n[1])),
-    "another's number": lambda m, h: between(h, lambda n: slice(n[1])),
+    "the numbers of two samples between": lambda m, h: between(h, lambda n: slice(n[0], n[1])),
+    "another's number": lambda m, h: between(h, lambda n: slice(n[0])),
     "another's numbers, written": writing(lambda z, h: [z.__setitem__((1 - i, slice(n)), 0.0) for i, n in own(h[:2])]),
-    "another's numbers to its own places": lambda m, h: h + mask_of(
-        h, lambda mask, i, n: mask.__setitem__((i, slice(n)), h[1 - i, :n] if i < 2 else 0.0)
+    "another's number, where its own say": lambda m, h: h + mask_of(
+        h, lambda mask, i, n: mask.__setitem__((i, slice(n)), h[1 - i, 0] if i < 2 else 0.0)
     ),
     "a part, detached and zeroed": writing(lambda z, h: z[:2].detach().zero_()),
     "a part's numbers zeroed": writing(lambda z, h: z[:2].data.zero_()),
@@ -116,8 +116,8 @@ def by_time(h: Tensor, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def between(h: Tensor, bounds: Callable[[Tensor], slice]) -> Tensor:
-    """The first sample's numbers from one place to another, added to all that it has."""
-    return torch.stack([h[0] + h[0, bounds(h.argmax(1))].sum(), *h[1:]])
+    """The second sample's numbers from one place to another, added to all that it has."""
+    return torch.stack([h[0], h[1] + h[1, bounds(h.argmax(1))].sum(), *h[2:]])
 
 
 def parts_written(memory: Tensor, h: Tensor) -> Tensor:
