@@ -42,7 +42,7 @@ class Call:
         self.tensors: Sequence[Tensor] = tensors_in((args, kwargs) if kwargs else args)
         self.name = function_name(func)
         if self.name in ("__getitem__", "__setitem__"):
-            self.tensors = [*self.tensors, *_bounds(args[1] if len(args) > 1 else None)]
+            self.tensors = [*self.tensors, *bounds_of(args[1] if len(args) > 1 else None)]
         self.in_place = is_in_place(self.name)
         self.before: Tensor | None = None
         self.bases: list[tuple[Tensor, Layout]] = []
@@ -133,7 +133,7 @@ class Call:
         return [(tensor, self.combined(why, mixed)) for tensor in self.results()]
 
 
-def _bounds(index: Any) -> list[Tensor]:
+def bounds_of(index: Any) -> list[Tensor]:
     """The tensors that say where an index's slices begin and end."""
     slices = [item for item in (index if isinstance(index, tuple) else (index,)) if isinstance(item, slice)]
     return [end for item in slices for end in (item.start, item.stop, item.step) if isinstance(end, Tensor)]

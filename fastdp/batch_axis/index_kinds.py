@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import operator_table, tensor_notes
 from .batch_positions import counts, is_counted, is_random, note_counting
-from .calls import Call, Tags
+from .calls import Call, Tags, bounds_of
 from .host_values import at, both_known, is_order, made_known, on_host
 from .layout import Layout, spread
 from .own_places import alike, same_of_each
@@ -67,13 +67,13 @@ CUT_BY_DATA = "cuts all samples where the data of some says"
 
 def cut_by_samples(call: Call, index: tuple[Any, ...]) -> bool:
     """Whether a slice ends where some samples' numbers say (a number over the whole batch may, as a size may)."""
-    known = [call.layout(bound) for bound in _bounds(index)]
+    known = [call.layout(bound) for bound in bounds_of(index)]
     return any(layout is not None and not layout.mixed for layout in known)
 
 
 def cut_by_one(call: Call, index: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
     """The one sample whose numbers say where slices end, or -1, and the index with these numbers."""
-    known = [layout for bound in _bounds(index) if (layout := call.layout(bound)) is not None]
+    known = [layout for bound in bounds_of(index) if (layout := call.layout(bound)) is not None]
     owners = {layout.alone for layout in known}
 
     def number(bound: Any) -> Any:
@@ -84,10 +84,6 @@ def cut_by_one(call: Call, index: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]
         for item in index
     )
     return owners.pop() if len(owners) == 1 else -1, found
-
-
-def _bounds(index: tuple[Any, ...]) -> list[Any]:
-    return [bound for item in index if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
 
 
 def _is_listed(item: Any) -> bool:

@@ -141,9 +141,11 @@ class Labels:
         if len(owners) != 1 or not tensor.dim() or made_in_sight(tensor) or tag_of(tensor, self.batch) is not None:
             return False
         sample = next(iter(owners))
-        if sample >= 0:
-            OWN_READS.of(Layout(self.batch))  # as each may have an item of its own, or none
-        return sample >= 0 and self._own.setdefault(id(tensor), (tensor, sample))[1] == sample
+        if sample < 0 or self._own.setdefault(id(tensor), (tensor, sample))[1] != sample:
+            return False
+        if tensor_notes.LISTED in tensor.__dict__ or len({owner for _, owner in self._own.values()}) > 1:
+            OWN_READS.of(Layout(self.batch))  # each may have an item of its own, or none
+        return True
 
     def _presume(self, tensor: Tensor) -> None:
         if (

@@ -20,7 +20,7 @@ from ..errors import BatchReadWarning, SampleMixingError
 from ..utils.code_location import FASTDP, TORCH, place_of
 from . import operator_table
 from .batch_positions import OWN_READS
-from .calls import Call, Tags
+from .calls import Call, Tags, bounds_of
 from .layout import Layout, tag, tag_of
 from .operator_table import COMPARING, READING
 from .tensor_notes import is_new_foreign, storage_of
@@ -53,9 +53,7 @@ def _bound(call: Call) -> str:
     """Of x[:, :longest]."""
     if call.func is not T.__getitem__:
         return ""
-    items = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    bounds = [bound for item in items if isinstance(item, slice) for bound in (item.start, item.stop)]
-    found = [call.layout(bound) for bound in bounds if isinstance(bound, Tensor)]
+    found = [call.layout(bound) for bound in bounds_of(call.args[1])]
     return next((layout.mixed for layout in found if layout is not None and layout.mixed), "")
 
 

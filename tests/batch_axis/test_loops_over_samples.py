@@ -241,6 +241,16 @@ def test_items_of_a_list_may_be_changed_one_by_one(change: Callable[[Tensor], Te
         run(lambda m, h: h, loss, sizes=(B,))
 
 
+def test_what_all_samples_meet_is_no_list() -> None:
+    middle = torch.from_numpy(numpy.ones(C, dtype=numpy.float32))
+
+    def loss(out: Tensor, labels: Tensor) -> Tensor:
+        return sum((out[i] - middle).square().sum() for i in range(len(out) - 1))
+
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: h, loss, sizes=(6,), reduction="sum")
+
+
 def test_rows_of_the_labels_are_no_list() -> None:
     """A loop over the batch's labels tells nothing of what each sample's data chose."""
 
