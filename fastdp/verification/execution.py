@@ -175,7 +175,7 @@ class Runs:
         return found
 
     def _here(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._place, torch.float64)
+        return (tensor.to_dense() if tensor.is_sparse else tensor).to(self._place, torch.float64)
 
     def _attached(self, samples: int) -> PerSampleGradients:
         options = dict(self.options)
