@@ -14,6 +14,7 @@ from ..batch_axis.deferred_checks import Inbox
 from ..batch_axis.layout import Layout
 from ..errors import BatchLayoutError, FastDPError, LossNotFollowedWarning, SampleMixingError, StepError
 from ..grad_sample.captured_call import Captured, Given
+from ..grad_sample.checkpoint_regions import leaves_out
 from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.planner import Planner
 from ..ops.common import exactly
@@ -45,8 +46,6 @@ class Arrival:
         self.backward.reached(self.layout, grad)
 
 
-# whether the backward that runs is not of chosen tensors alone (`inputs=`, torch.autograd.grad)
-_asks_for_all = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # type: ignore[attr-defined]
 _BEGUN = [0]  # backwards so far, of all engines, those that are gone too
 
 
@@ -212,10 +211,10 @@ class Backward:
         self._recording = path
         known, task = self._tape, torch._C._current_graph_task_id()
         if known is not None and known.checked is forward_pass and known.task == task and not torch.is_grad_enabled():
-            self._unasked = not _asks_for_all()
+            self._unasked = leaves_out(self.tracked.named().values(), forward_pass.recomputes)
             return not self._unasked
         tape = self._begin()
-        self._unasked = not _asks_for_all()
+        self._unasked = leaves_out(self.tracked.named().values(), forward_pass.recomputes)
         if self._unasked and not torch.is_grad_enabled():
             return False
         problem = self._problem_of(forward_pass, tape, task)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils import checkpoint
 
 from ..errors import SampleMixingError
 
+_asks_for_all = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # type: ignore[attr-defined]
+_GRAD = inspect.unwrap(torch.autograd.grad).__code__
 CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 _OF_FRAME, _OF_CALL = "fn", "function"  # torch's names of what runs again
 
@@ -34,6 +36,17 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def leaves_out(parameters: Iterable[Tensor], recomputes: bool) -> bool:
+    """Whether the backward that runs is of chosen tensors alone (`inputs=`, torch.autograd.grad), and none of these
+    parameters is among them. recomputes: it is of a forward that another backward has run again, a custom function's,
+    which may ask for its parameters' gradients so."""
+    if _asks_for_all():
+        return False
+    given = next((frame.f_locals["inputs"] for frame in frames() if frame.f_code is _GRAD), ()) if recomputes else ()
+    asked = set(map(id, (given,) if isinstance(given, Tensor) else given))
+    return not any(id(parameter) in asked for parameter in parameters)
 
 
 def run_again() -> tuple[Callable[..., Any], ...]:
