@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ..batch_axis import current_batch
 from ..errors import StepError
+from . import loop_checks
 
 
 class LoaderBatch:
@@ -19,6 +20,7 @@ class LoaderBatch:
         self._given_by = given_by
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._born = current_batch.now()
+        self._place = self._before = ("", 0, 0)  # in what it draws, of the last backward and of the one before
         self.seeded = False  # batches of it were drawn by a seed
         self.stands_in = False  # what the model is given now is no batch
 
@@ -81,7 +83,14 @@ class LoaderBatch:
                 "followed what the loop made of this one (inputs, labels). Train on a batch before the next loader is "
                 "asked for one: in place of zip(a, b), loop over a, train, and take next(batches_of_b)"
             )
+        if found is not None:
+            self._before, self._place = self._place, found.place
         return found
+
+    def check_left(self) -> None:
+        """Raises StepError unless the pass of the backward before was left (by an interrupt, say) and another begun."""
+        if self._before[0] != self._place[0] or self._before[1] == self._place[1]:
+            raise StepError(loop_checks.UNSTEPPED)
 
     def current(self) -> current_batch.PhysicalBatch | None:
         """The batch in hand; its loader is from now on the one that the optimizer trains on."""

@@ -60,7 +60,8 @@ UNUSED = (
 )
 AGAIN = (
     "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
-    "backward once. One of nothing private (a generator's step, generated samples) goes into optimizer.public()."
+    "backward once; for an input's gradient (an attack) take torch.autograd.grad(loss, x). One of nothing private (a "
+    "generator's step, generated samples) goes into optimizer.public()."
 )
 REPEATED = (
     "a step was made on a batch that had one before (pass {1}, step {2} of what the poisson_loader draws). Together "
@@ -81,7 +82,7 @@ _REPLACED = (
 )
 NO_BACKWARD = (
     "step() without a backward since the last one: call loss.backward() first, without inputs= (which, as "
-    "torch.autograd.grad, leaves other gradients out)"
+    "torch.autograd.grad, leaves other gradients out), and zero_grad() after step(), not between"
 )
 OUTSIDE = (
     "no backward since the last step went through a forward of the model, though parameters have gradients: they were "

@@ -113,9 +113,9 @@ class ForeignParameters:
             f"{len(found)} trainable parameter(s) that no private optimizer trains got gradients from this backward: "
             f"{', '.join(found[:_SHOWN])}{more}. These are of the samples as they are, neither clipped nor noised: if "
             "another optimizer trains them, what it makes is not private, and epsilon does not cover it. Freeze them "
-            "(requires_grad_(False)), or make them attributes of the module that the private optimizer trains. If "
-            "no sample is private (a generator's step through a private discriminator), make forward and backward "
-            "within optimizer.public().",
+            "(requires_grad_(False)), or give them to the private optimizer: make them attributes of its module, and "
+            "add_param_group() those that were frozen when it was made. If no sample is private (a generator's step "
+            "through a private discriminator), make forward and backward within optimizer.public().",
             stacklevel=3,
         )
 

@@ -229,11 +229,11 @@ class PrivateStep:
             return
         number = (current.logical, current.physical)
         if self._has_pending and number != self._backward_of:
-            raise StepError(loop_checks.UNSTEPPED)
+            self.loader_batch.check_left()
+            self.zero_grad()
         loop_checks.check_skipped(current)
-        stands_in = self.loader_batch.stands_in
-        records, people = (0, current.people) if stands_in else (gradients.records, gradients.people)
-        loop_checks.check_whole(current, records, people)
+        none = self.loader_batch.stands_in
+        loop_checks.check_whole(current, *((0, current.people) if none else (gradients.records, gradients.people)))
         if number in (self._backward_of, self.stepped_on):
             raise StepError(loop_checks.AGAIN)
         self._backward_of = number
