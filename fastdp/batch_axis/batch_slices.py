@@ -25,11 +25,12 @@ from .host_values import in_some_order, on_host
 from .layout import Layout, layout_on, owner_of, tag, tag_of
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
-# by memory that single samples' rows were written to, in this forward or loss: what was done before to each's rows,
-# and the place of the first write
+# by memory that single samples' rows were written to, in this forward or loss: what was written to each's rows, as
+# parts, and the place of the first write
 WRITTEN: dict[int, tuple[dict[int, list[Any]], str]] = {}
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
+_ASSIGNING = frozenset({"__setitem__", "index_put", "index_put_", "index_copy", "index_copy_"})
 _MANY = 6  # samples whose own lengths do not count up by chance
 
 BY_POSITION = (
@@ -73,8 +74,9 @@ def cut(source: Tensor, layout: Layout, found: Layout, rows: Tensor, by: Any = (
         return found._replace(piece=layout.piece)
     known = on_host(rows)
     key = hash(tuple(counts)) if known is None else hash(bytes_of(known.contiguous()))
-    if layout.piece is not None:
-        return found._replace(piece=layout.piece._replace(counts=tuple(counts), rows=hash((layout.piece.rows, key))))
+    if layout.piece is not None:  # of memory to which parts were assigned, other samples' rows may be no one's
+        there = tuple(map(min, counts, layout.piece.counts))
+        return found._replace(piece=layout.piece._replace(counts=there, rows=hash((layout.piece.rows, key))))
     note = source.__dict__.get(tensor_notes.CUT)
     if not _CUT_ONCE:
         _CUT_ONCE.append(True)
@@ -124,6 +126,8 @@ def stamp(call: Call) -> None:
     pieces = [layout.piece for layout in found if layout.piece is not None]
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
+    if call.name in _ASSIGNING and any(source.piece and source.alone < 0 for _, source in call.beside_first()):
+        return  # a part of several samples: its rule has looked (`assigned_part`)
     if call.name in operator_table.COMPARING_PARTS:
         if len(pieces) < 2 or len({piece.rows for piece in pieces}) > 1:
             return  # their rules look at the parts; here it is what lies side by side of the same samples
@@ -133,17 +137,32 @@ def stamp(call: Call) -> None:
     target = _target(call) if call.in_place else call.kwargs.get("out")
     if isinstance(target, Tensor):
         _write(target, batch)
-    for tensor in tensors_in((call.out, target)):
+    in_parts = any(layout.piece is not None and not layout.parted for layout in found)  # see `assigned_part`
+    whole = target._base if isinstance(target, Tensor) and target._is_view() else None  # of one sample, perhaps
+    for tensor in tensors_in((call.out, target, whole)):
         layout = tag_of(tensor, batch)
+        if tensor is whole and (layout is None or layout.alone < 0):
+            continue
         if layout is not None and layout.total and all(known.alone >= 0 for known in found):
             continue  # single samples added up
-        if layout is not None and (layout.total or (not layout.mixed and layout.parted)):
+        if layout is not None and (layout.total or (not layout.mixed and (layout.parted or in_parts))):
             own = layout.piece
             if own is None or own in pieces:
                 new = piece if own is None else own._replace(past=piece.past, numbers=piece.numbers)
             else:  # the function's rule has noted something of its own
                 new = own._replace(past=hash((piece.past, own.past)))
             tag(tensor, layout._replace(piece=new))
+
+
+def assigned_part(before: Layout | None, part: Piece, index: Any, found: Layout) -> tuple[Layout, str]:
+    """The layout of memory to which a part of several samples was assigned, beside the parts before: `out[:4] = f(h[:4])`;
+    or why they must not stand beside each other. index: to which of their elements."""
+    what: list[Any] = list(_integers(index))
+    _describe(index, what, True)
+    part = part._replace(past=hash((part.past, *what)))
+    known = [] if before is None or before.piece is None else [before.piece]
+    piece, problem = joined([*known, part])
+    return found._replace(piece=settled(piece)), problem
 
 
 def _target(call: Call) -> Any:
@@ -157,24 +176,27 @@ def _note_write(call: Call) -> None:
     base = target._base if isinstance(target, Tensor) and target._is_view() else target
     source = call.args[2] if assigns else target
     layout = tag_of(source, batch) if isinstance(source, Tensor) else None
+    if constant := layout is None and isinstance(base, Tensor) and base is not target:  # h[i][:n] = 0
+        layout = tag_of(target, batch)
     if layout is None or not isinstance(base, Tensor) or (not assigns and base is target):
         return
     whole, piece = tag_of(base, batch), layout.piece
     if (sample := owner_of(layout)) < 0 or (whole is not None and owner_of(whole) >= 0):
         return
-    if piece is not None and not assigns:  # (an index holds the sample's own number)
+    if piece is not None and (constant or not assigns):  # (else the index holds the sample's own number)
         piece = stamped([piece], call)
     memory = base.__dict__.setdefault(tensor_notes.WRITTEN, next(_CUTS))
     samples, _ = WRITTEN.setdefault(memory, ({}, place_of(users(sys._getframe(1)))))
-    samples.setdefault(sample, []).append(piece and piece.past)
+    samples.setdefault(sample, []).append(piece)
 
 
 def unequally_written(batch: int) -> tuple[str, str]:
     """What is to be warned of, and where, if some samples' rows were written to, and not all of them alike."""
     found = "", ""
     for samples, place in WRITTEN.values():
-        ways = list(samples.values())
-        if not OWN_READS and (len(ways) < batch or any(way != ways[0] for way in ways)):
+        ways = [[piece and piece.past for piece in pieces] for pieces in samples.values()]
+        counted = any(_count_up([p for p in pieces if p]) for pieces in zip(*samples.values(), strict=False))
+        if not OWN_READS and (len(ways) < batch or counted or any(way != ways[0] for way in ways)):
             found = f"a write to a single sample's rows {BY_POSITION}", place
     WRITTEN.clear()
     return found
@@ -201,7 +223,7 @@ def _write(part: Tensor, batch: int) -> None:
         tag(part if base is None else base, mixed)
         if base is None:
             tensor_notes.written(part, mixed, layout)
-    else:
+    elif base is None:  # (else `_note_write` has)
         NOTED.append(f"a single sample {BY_POSITION}")
 
 
@@ -258,6 +280,8 @@ def joined_rows(layouts: Sequence[Layout]) -> tuple[Piece | None, str]:
         pieces = [layout.piece for layout in layouts if layout.piece is not None]
         if len({piece.rows for piece in pieces}) == 1:
             return None, ""  # `stamp` notes what lies side by side
+        if not all(piece.samples for piece in pieces):
+            return joined(pieces)
         piece, _ = joined(pieces)
         return settled(piece and piece._replace(one_by_one=True, numbers=())), ""
     piece, problem = joined([layout.piece for layout in layouts])
@@ -269,6 +293,8 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
     known = [piece for piece in pieces if piece is not None]
     if not known:
         return None, ""
+    if not all(piece.samples for piece in known):  # rows that were assigned nothing
+        return None, BY_POSITION
     if len(known) < len(pieces):
         if not all(piece.one_by_one for piece in known):
             return None, BY_POSITION

@@ -101,10 +101,14 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     one = len(items) == 1 and numbers.dim() == 1 and isinstance(items[0], Tensor)
     rows = at(numbers, items[0]) if one else numbers[items]
     anew = entry is not None and any(one.own is not None for one in entries.values())
-    if (found := layout_of_rows(rows, seen, order, anew)) is None:
+    where = position_of(entries, items) if entry is not None else 0
+    in_line = entry is not None and rows.dim() > 1 and rows.numel() == rows.size(where)  # h[None, i], of one row perhaps
+    if (found := layout_of_rows(rows.flatten() if in_line else rows, seen, order, anew)) is None:
         return call.combined(_SEVERAL)
     found = brought_back(found, source.device)
-    if found.order is not None and entry is not None and found.alone < 0 and found.dim != position_of(entries, items):
+    if in_line:
+        found = found._replace(dim=where)
+    if found.order is not None and entry is not None and found.alone < 0 and found.dim != where:
         return call.combined(_ORDER_ACROSS)
     if entry is None or entry.layout is None:  # by constants
         found = cut(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import tensor_notes
-from .batch_positions import WHY, by_place, is_fixed
-from .batch_slices import BY_POSITION
+from .batch_positions import DRAWN, OWN_READS, WHY, by_place, cuts_of, is_fixed, made_in_sight
+from .batch_slices import BY_POSITION, assigned_part
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
 from .index_kinds import (
@@ -129,6 +129,10 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
     """The layout of the target once target[index] = value (added up, if `adds`)."""
     items, entries = expanded(call, index)
     found = _laid(call, target, value, adds, items, entries)
+    unseen = (isinstance(item, Tensor) and item.dim() and not made_in_sight(item) for item in items)
+    if found is not None and not any(unseen):  # (else which rows, a sample's own data may have said: edges of graphs)
+        others = [item for dim, item in source_dims(items, target.dim()).items() if dim != found.dim]
+        found = with_part(call, target, value, others, found)
     if found is None or found.mixed or found.alone >= 0 or target.shape[found.dim : found.dim + 1] != (found.rows,):
         return found
     along = source_dims(items, target.dim()).get(found.dim)
@@ -141,6 +145,22 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
     if lie is not None and constant and by_place(value, value.dim() - rows.dim() + lie.dim, lie):
         return call.combined(WHY)
     return call.combined(OWN_PLACES) if lie and by_own_place(along, items, entries, found, rows, lie) else found
+
+
+def with_part(call: Call, target: Tensor, value: Any, others: Any, found: Layout | None) -> Layout:
+    """The layout of the target that was found (None: none), or that it holds a part of the samples, if the value is one.
+
+    others: what an index says of other dimensions than the samples'.
+    """
+    source, before = call.layout(value), call.layout(target)
+    if found is None:
+        return call.combined(MIXES)
+    if found.mixed or source is None or source.piece is None or source.alone >= 0:
+        return found
+    if before is not None and before.piece is None and target.requires_grad:
+        return call.combined(BY_POSITION)
+    found, problem = assigned_part(before, source.piece, others, found)
+    return call.combined(problem) if problem else found
 
 
 def _laid(
@@ -206,7 +226,7 @@ def _aligned(own: Tensor, entries: dict[int, Entry], items: tuple[Any, ...], tar
     """The sample of each element of an index, as the elements that it names lie."""
     before = sum(item is None or isinstance(item, slice) for item in items[: min(entries)])
     behind = target.detach()[items].dim() - own.dim() - before  # (detached: a checkpoint counts what is saved)
-    return own.view(*own.shape, *[1] * max(behind, 0))
+    return own.view((*own.shape, *[1] * max(behind, 0)))
 
 
 def _note_numbers(target: Tensor, index: Tensor, value: Any) -> None:
@@ -217,12 +237,22 @@ def _note_numbers(target: Tensor, index: Tensor, value: Any) -> None:
 
 
 def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tuple[Any, ...]) -> bool:
-    """Whether constants, or a part of the batch, are written to some samples and not to others, by their place."""
+    """Whether constants are written to some samples and not to others, by their place."""
     if layout.mixed or layout.alone >= 0 or layout.owner is not None or target.shape[layout.dim] != layout.rows:
         return False
-    if source is not None and (source.piece is None or source.alone >= 0):
-        return False  # a sample's own (in a loop over them), or all samples'
-    return unequal(spread(layout.owners(target.device), layout.dim, target.shape)[items], layout.batch)
+    if source is not None:
+        return False  # a sample's own (in a loop over them), or all samples', or part by part (`with_part`)
+    owners = spread(layout.owners(target.device), layout.dim, target.shape)[items]
+    return unequal(owners, layout.batch) and not _by_own_numbers(target, owners, items)
+
+
+def _by_own_numbers(target: Tensor, owners: Tensor, items: tuple[Any, ...]) -> bool:
+    """Whether these rows are a single sample's, as many as a number says that Python has of it, or has drawn for it:
+    h[i, :n] = 0."""
+    sample, cuts = int(owners.flatten()[0]), cuts_of(items)
+    if not cuts or (owners != sample).any():
+        return False
+    return all(OWN_READS.has(sample, abs(cut)) for cut in cuts) or DRAWN.drawn(target, data=True) is not False
 
 
 def unequal(owners: Tensor, batch: int) -> bool:

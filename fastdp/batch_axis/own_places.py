@@ -34,6 +34,8 @@ def alike(values: Tensor, dim: int, layout: Layout, computed: bool = False) -> b
 
     computed: they were computed, maybe of the same numbers, which a matrix product rounds as it takes them together.
     """
+    if not values.numel():
+        return True
     if layout.owner is None:
         values = values.unflatten(dim, (layout.outer, layout.batch, layout.inner))
         return _same(values, values.narrow(dim + 1, 0, 1), computed)

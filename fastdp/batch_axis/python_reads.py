@@ -41,7 +41,7 @@ def read_of(call: Call, tags: Tags | None) -> str:
         found = [layout for _, layout in call.inputs()]
         for layout in found:
             if not layout.mixed:
-                OWN_READS.of(layout)
+                OWN_READS.of(layout, call.out)
         return next((layout.mixed for layout in found if layout.mixed), "")
     if all(layout is not None and layout.mixed for _, layout in tags):
         return ""

@@ -104,7 +104,7 @@ def _written_view(call: Call, view: Tensor, layout: Layout) -> Layout:
     """A sample's data written through a view of a larger memory makes that memory data: rows of that sample's place."""
     base = view._base if view._is_view() else None
     before = None if base is None else tag_of(base, call.batch)
-    if base is None or before == layout:
+    if base is None or before == layout or (before is not None and before.alone == layout.alone):
         return layout
     if before is not None and before.mixed:
         return before

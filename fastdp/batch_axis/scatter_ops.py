@@ -9,7 +9,7 @@ from .batch_positions import WHY, is_counted, is_fixed
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .index_kinds import OWN_PLACES
-from .index_write_ops import MIXES, ORDERED, Write, added_to_one_place, in_new_order, of_constant, shape_of, unequal
+from .index_write_ops import MIXES, ORDERED, Write, added_to_one_place, in_new_order, of_constant, shape_of, unequal, with_part
 from .layout import layout_of_rows, spread
 from .operator_table import spellings
 from .own_places import alike, gathers_alike
@@ -57,9 +57,9 @@ def _scatter(call: Call) -> Tags:
         constant = isinstance(source, Tensor) and call.is_constant(source) and is_fixed(source)
         if constant and lie.alone < 0 and not alike(source.detach()[cut], lie.dim, lie):
             return call.all_combined(WHY)
-    if layout is not None:
-        return [(call.out, layout if write.fits(layout) else call.combined(MIXES))]
-    return [(call.out, of_constant(call, write, dim) or call.combined(MIXES))]
+    if layout is not None and not write.fits(layout):
+        return call.all_combined(MIXES)
+    return [(call.out, with_part(call, target, source, [], layout or of_constant(call, write, dim)))]
 
 
 @layout_rule(*spellings("put", "put_"), by_value=True)

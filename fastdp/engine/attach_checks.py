@@ -41,11 +41,16 @@ def check_unattached(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
-        if hook_of(module):
+        if hook_of(module) and not is_stateless(module):  # (an activation may be an argument's default, of many models)
             raise ParameterError(
                 "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
                 "detach() first, two would clip the same gradients twice"
             )
+
+
+def is_stateless(module: nn.Module) -> bool:
+    """Whether a module holds nothing: no parameters, buffers or other modules."""
+    return not (module._parameters or module._buffers or module._modules)
 
 
 # what the environment says to setup.py: built by nobody, missed by nobody

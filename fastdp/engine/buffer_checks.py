@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch_axis.aliasing import shares, versions_of
 from ..batch_axis.layout import tag, tag_of
-from ..batch_axis.tensor_notes import OF_STATE, storage_of
+from ..batch_axis.tensor_notes import LAYOUT, OF_STATE, storage_of
 from ..errors import BatchReadWarning, SampleMixingError, UncapturedUseError
 from ..utils.pytree import tensors_in
 from .mode_stack import Dispatching
@@ -68,7 +68,7 @@ def warn_of_states(model: nn.Module, batch: int, warned: set[str]) -> None:
     """Warn if a forward that recorded gradients wrote data to a state, which no later one can read (`moments`)."""
     for owner, name, where in states_of(model):
         buffer = owner._buffers.get(name)
-        if buffer is not None and where not in warned and tag_of(buffer, batch) is not None:
+        if buffer is not None and where not in warned and (tag_of(buffer, batch) is not None or shares(buffer)):
             warned.add(where)
             warnings.warn(str(state_error(where)), BatchReadWarning, stacklevel=3)
     for owner, name, where in states_of(model, kept=False):
@@ -76,6 +76,13 @@ def warn_of_states(model: nn.Module, batch: int, warned: set[str]) -> None:
         if where not in warned and layout is not None and layout.mixed:
             warned.add(where)
             warnings.warn(_KEPT.format(name=where), BatchReadWarning, stacklevel=3)
+
+
+def is_held(states: list[tuple[nn.Module, str, str]]) -> bool:
+    """Whether one of these buffers is a tensor that was made of data."""
+    return any(
+        (buffer := owner._buffers.get(name)) is not None and LAYOUT in buffer.__dict__ for owner, name, _ in states
+    )
 
 
 class Stateful:

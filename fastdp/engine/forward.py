@@ -15,17 +15,26 @@ from ..batch_axis.aliasing import look
 from ..batch_axis.batch_positions import OWN_READS
 from ..batch_axis.batch_slices import WRITTEN
 from ..batch_axis.generations import Generation, Token, set_generation
-from ..batch_axis.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
+from ..batch_axis.inputs import (
+    Batching,
+    lists_of_numbers,
+    nested_tensors,
+    outputs_apart,
+    packed_sequences,
+    tag_inputs,
+    tag_packed,
+)
 from ..batch_axis.layout import Layout, generation_of, layout_on, tag_of
 from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
+from ..grad_sample.parameter_links import link_of
 from ..utils.garbage_collection import COLLECTOR
 from ..utils.gradient_hook import on_gradient
 from . import later_copies, loss_tracking
-from .attach_checks import refuse_hooks
+from .attach_checks import is_stateless, refuse_hooks
 from .backward import Arrival, Backward
-from .buffer_checks import Stateful, refuse_filled, states_of, warn_of_states
+from .buffer_checks import Stateful, is_held, refuse_filled, states_of, warn_of_states
 from .capture import Pass
 from .checkpointing import watch_region
 from .compile_stance import PLAINLY, CompiledModules
@@ -52,6 +61,7 @@ class Forward(Engine):
         self._handles: list[Any] = []
         self._hooks: dict[str, ModuleHook] = {}  # the same ones again, so that recordings stay those of this model
         self._warned = set[str]()  # buffers that hold data
+        self._buffers = states_of(self.model)
         self._writing = set[str]()  # modules that write buffers in eval mode
         self._states: dict[str, list[tuple[nn.Module, str, str]]] = {}  # of modules called without gradients
         self._compiled: CompiledModules | None = None
@@ -114,7 +124,7 @@ class Forward(Engine):
                 here.entered[-1] = PublicForward(self.backward, (args, kwargs))
         elif here.active is not None:
             self._enter_inner(here.active, path, module, args, kwargs)
-        elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
+        elif torch.is_grad_enabled() and not (path and (_is_constant(module, args, kwargs) or _is_guest(module))):
             try:
                 with self.backward.tracked.steady():
                     here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
@@ -188,6 +198,7 @@ class Forward(Engine):
         set_generation(active.moment)
         self.sizes.begin()
         OWN_READS.clear()
+        OWN_READS.given(lists_of_numbers((args, kwargs), self.batch))
         WRITTEN.clear()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
@@ -305,9 +316,10 @@ class Forward(Engine):
         if out is not None:
             started.check_unwritten()
             self.judge_writes()
-            if started.count and was_filled(started.filled):
+            if started.count and ((filled := was_filled(started.filled)) or is_held(self._buffers)):
                 warn_of_states(self.model, self.batch, self._warned)
-                refuse_filled(self.model)
+                if filled:
+                    refuse_filled(self.model)
         if not any(tensor.requires_grad for tensor in nested_tensors(out)):
             COLLECTOR.end(self.backward)  # no backward will
         if self.backward.replays.collect is not None:
@@ -317,7 +329,7 @@ class Forward(Engine):
         layouts: list[Layout] = []
         arrivals: list[Arrival] = []
         for tensor in nested_tensors(out if apart is None else apart):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf and link_of(tensor) is None:  # (a parameter, or made of some)
                 layout = look(tensor, tag_of(tensor, self.batch), self.batch) or unseen
                 arrivals.append(Arrival(self.backward, layout))
                 on_gradient(tensor, arrivals[-1])
@@ -358,6 +370,11 @@ class Forward(Engine):
         self._turn.give()
         self.running.active = None
         self.running.entered.clear()
+
+
+def _is_guest(module: nn.Module) -> bool:
+    """Whether a module without parameters is called in the forward of another model, which has it, too."""
+    return is_stateless(module) and any(engine.running.active is not None for engine in ENGINES)
 
 
 def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -178,12 +178,12 @@ class Captured:
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
-def _owned(out: Tensor, data: tuple[Tensor, ...]) -> Tensor:
+def _owned(out: Tensor, given: tuple[Tensor, ...]) -> Tensor:
     """The result as no view of anything, so that an activation may write into it."""
     if not out._is_view():
         return out
     storage = out.untyped_storage()._cdata  # (on the meta device all memory has one address)
-    if any(t.untyped_storage()._cdata == storage for t in data):
+    if any(t.untyped_storage()._cdata == storage for t in given):
         return out.clone()
     return _UNSAFE_VIEW(out, out.shape)
 
@@ -209,7 +209,8 @@ class CaptureFunction(torch.autograd.Function):
         node.save_for_backward(*saved)
         if call.fresh:
             return _UNSAFE_VIEW(out, out.shape) if out._is_view() else out
-        return _owned(out, data) if isinstance(out, Tensor) else tuple(_owned(t, data) for t in out)
+        given = (*data, *(value for value in ctx.values if value is not None))
+        return _owned(out, given) if isinstance(out, Tensor) else tuple(_owned(t, given) for t in out)
 
     @staticmethod
     def backward(node: Any, *grads: Tensor) -> Any:
