@@ -190,6 +190,15 @@ def _note_write(call: Call) -> None:
     samples.setdefault(sample, []).append(piece)
 
 
+def only_writer(memory: Tensor) -> int:
+    """The sample whose rows alone were written to a constant so far, which is its own table then; -1 if others' were."""
+    samples, _ = WRITTEN.get(memory.__dict__.get(tensor_notes.WRITTEN, -1), ({}, ""))
+    if len(samples) != 1 or memory._is_view():
+        return -1
+    WRITTEN.pop(memory.__dict__[tensor_notes.WRITTEN])
+    return next(iter(samples))
+
+
 def unequally_written(batch: int) -> tuple[str, str]:
     """What is to be warned of, and where, if some samples' rows were written to, and not all of them alike."""
     found = "", ""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import tensor_notes
 from .batch_positions import DRAWN, OWN_READS, WHY, by_place, cuts_of, is_fixed, made_in_sight
-from .batch_slices import BY_POSITION, assigned_part
+from .batch_slices import BY_POSITION, assigned_part, only_writer
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
 from .index_kinds import (
@@ -203,7 +203,8 @@ def _laid(
         if new is not None:
             return new
     if layout is not None:
-        return call.combined(MIXES)
+        own = source is not None and source.alone >= 0 and only_writer(target) == source.alone
+        return source if own else call.combined(MIXES)  # a table of as many rows as there are samples, of one of them
     numbers = [
         dim for dim, item in source_dims(items, target.dim()).items() if _names_each(call, item, target.size(dim))
     ]

@@ -1,4 +1,4 @@
-"""Layout rules of attention, look-ups, norms and recurrent layers."""
+"""Layout rules of look-ups, convolutions, norms, recurrent layers and grids."""
 
 from __future__ import annotations
 
@@ -113,4 +113,13 @@ def _istft(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if call.beside_first() or (layout is not None and layout.dim >= source.dim() - 2 and layout.alone < 0):
         return call.all_combined("sums over the batch")
+    return [(call.out, layout)]
+
+
+@layout_rule(F.affine_grid, torch.affine_grid_generator)
+def _affine_grid(call: Call) -> Tags:
+    """A grid [N, H, W, 2] for each matrix of theta [N, 2, 3] (the size holds N, so no trial with fewer can be made)."""
+    layout = call.layout(call.args[0])
+    if layout is None or layout.mixed or layout.dim != 0 or call.beside_first():
+        return ask(call)
     return [(call.out, layout)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Iterable
@@ -31,6 +32,8 @@ from .totals import share_of
 T = torch.Tensor
 _AGAIN = 4  # sizes in a row that a number must equal to follow them, once it has equalled none
 _ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
+_BATCH = -1  # among the sizes that a line has told: that of the batch, too
+_ELEMENTS = "the number of elements in the batch"
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
 
@@ -88,6 +91,7 @@ class Sizes:
         while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
         others = self._lines.setdefault((frame.f_code, frame.f_lineno), set())
+        dims = [dim] if dim is not None else _shape_dims(frame) if isinstance(found, tuple) else []
         if isinstance(found, tuple):
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
@@ -96,6 +100,10 @@ class Sizes:
                 beside = beside | {found // tensor.size(layout.dim)}
         others.update(beside)
         self._beside.update(beside)
+        apart = dims and tensor.dim() and all(asked % tensor.dim() != layout.dim for asked in dims)
+        if apart and not layout.mixed and tensor_notes.COUNTED not in tensor.__dict__:
+            return  # sizes of other dimensions tell nothing of the batch
+        others.add(_BATCH)
         while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
             self._codes.add(frame.f_code)  # and whoever asks by functions of his own
             frame = frame.f_back  # type: ignore[assignment]
@@ -107,7 +115,7 @@ class Sizes:
                 if number >= 0:
                     self._told[number] = "the number of rows that several samples' data made"
         elif (elements := tensor.numel()) > batch and (isinstance(found, tuple) or found == elements):
-            self._told[elements] = "the number of elements in the batch"
+            self._told[elements] = _ELEMENTS
 
     def note_number(self, call: Call) -> None:
         """A constant is made of a number."""
@@ -204,7 +212,8 @@ class Sizes:
             return "", False
         frame: Any = users(sys._getframe(1))
         others = None if frame is None else self._lines.get((frame.f_code, frame.f_lineno))
-        asks = others is not None and not any(_same(number, size) for size in others) and not _has_name(frame, number)
+        asks = others is not None and _BATCH in others and not any(_same(number, size) for size in others)
+        asks = asks and not _has_name(frame, number)
         if not (asks or certain or "with a size" in why):
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
@@ -250,7 +259,7 @@ class Sizes:
         if frame is None:
             return "", False
         place = (call.path, call.name, frame.f_code, frame.f_lineno)
-        matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told))
+        matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told, what != _ELEMENTS))
         source, what = next(matching, (float(call.batch), ""))
         if not what and (following := self._follows(place, call.batch, number)):
             return f"{call.mixed()} computes with {number:g}, {following}", False
@@ -264,7 +273,7 @@ class Sizes:
             return "", False  # as likely of another dimension
         followed = self._followed.setdefault(place, _Followed())
         certain = followed.take(self._forwards, source, number, bool(what))
-        doubtful = followed.enough > 2 or (source == call.batch and _is_written(number, self._codes))
+        doubtful = followed.enough > 2 or _is_written(number, self._codes)
         if not what or (doubtful and not certain):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
@@ -304,7 +313,7 @@ def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
 def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
     """Whether the line at which a frame is has a number written down, or names a global that is this number, or an
     attribute of a module that neither this code nor the one that asked for sizes assigns."""
-    constants, names, globals_ = _lines_of(frame.f_code).get(frame.f_lineno, ((), (), ()))
+    constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
     stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
     modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
     known = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
@@ -316,7 +325,7 @@ def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bo
 
 def _has_name(frame: Any, number: float) -> bool:
     """Whether the line at which a frame is has a number written down, or under a name: a variable's, an attribute's."""
-    constants, names, globals_ = _lines_of(frame.f_code).get(frame.f_lineno, ((), (), ()))
+    constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
     held = [*frame.f_locals.values(), *(frame.f_globals.get(name) for name in globals_)]
     inner = [getattr(value, "__dict__", None) or (value if isinstance(value, dict) else {}) for value in held]
     known = [*constants, *held]
@@ -324,19 +333,34 @@ def _has_name(frame: Any, number: float) -> bool:
     return any(_is_number(value) and abs(value) == abs(number) for value in known)
 
 
+def _shape_dims(frame: Any) -> list[int]:
+    """The dimensions whose sizes a line takes of shapes, `x.shape[1]`; none if it may take all."""
+    *_, dims = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
+    return [] if None in dims else [dim for dim in dims if dim is not None]
+
+
+_Line = tuple[list[float], list[str], list[str], list[int | None]]
+_NOTHING: _Line = ([], [], [], [])
+
+
 @functools.lru_cache(maxsize=1024)
-def _lines_of(code: CodeType) -> dict[int, tuple[list[float], list[str], list[str]]]:
-    """By line: the numbers that it has written down, the attributes and the globals that it names."""
-    found: dict[int, tuple[list[float], list[str], list[str]]] = {}
-    line = code.co_firstlineno
-    for step in dis.get_instructions(code):
+def _lines_of(code: CodeType) -> dict[int, _Line]:
+    """By line: the numbers that it has written down, the attributes and the globals that it names, and the dimensions
+    that it takes of shapes (None: all)."""
+    found: dict[int, _Line] = {}
+    line, steps = code.co_firstlineno, list(dis.get_instructions(code))
+    for step, *after in itertools.zip_longest(steps, steps[1:], steps[2:]):
         positions = getattr(step, "positions", None)
         line = (positions.lineno if positions is not None else step.starts_line) or line
-        constants, names, globals_ = found.setdefault(line, ([], [], []))
+        constants, names, globals_, dims = found.setdefault(line, ([], [], [], []))
         if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
             constants += filter(_is_number, step.argval if isinstance(step.argval, tuple) else (step.argval,))
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             names.append(step.argval)
+            if step.argval == "shape":
+                index, then = after
+                at = index is not None and type(index.argval) is int and index.opname.startswith("LOAD_")
+                dims.append(index.argval if at and (then.opname == "BINARY_SUBSCR" or then.argrepr == "[]") else None)
         elif step.opname == "LOAD_GLOBAL":
             globals_.append(step.argval)
     return found
@@ -362,12 +386,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _same(number: float, told: float) -> bool:
+def _same(number: float, told: float, roots: bool = True) -> bool:
     """Whether a number is one that was told, or its inverse or root."""
     size = abs(number)
     if told in (0, 1):
         return size == told
     if not math.isfinite(number) or size in (0.0, 1.0):
         return False
-    near = (told, 1 / told, math.sqrt(told), 1 / math.sqrt(told))
+    near = (told, 1 / told, *((math.sqrt(told), 1 / math.sqrt(told)) if roots and told > 0 else ()))
     return any(math.isclose(size, one, rel_tol=1e-6) for one in near)

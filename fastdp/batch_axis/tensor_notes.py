@@ -137,10 +137,15 @@ def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
     elif (
         held[1] is not moment
         and held[1] is not None
-        or (held[0] is not layout and (not view or held[0].batch != layout.batch))
+        or (held[0] is not layout and (not (view or _is_part(tensor, storage)) or held[0].batch != layout.batch))
     ):
         held[:] = [layout, held[1] if held[1] in _GIVEN else moment]  # what a user made stays that
     tensor.__dict__[HELD] = held
+
+
+def _is_part(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor's memory is more than its own: a view's, perhaps by detach()."""
+    return tensor.numel() * tensor.element_size() < storage.nbytes()
 
 
 def release(tensor: Tensor) -> None:
