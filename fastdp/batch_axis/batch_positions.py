@@ -84,8 +84,10 @@ def _note(numbers: dict[int, set[float]], layout: Layout, read: Any) -> None:
 
 
 class DrawnPlaces:
-    """Whether numbers drawn at random say which part of each sample a loop writes to: `x[i, a : a + 2] = 0`. A generator
-    of Python, NumPy or torch has moved on since the write before; of a first one, the next will tell."""
+    """Whether numbers drawn at random say which part of each sample a loop writes to: `x[i, a : a + 2] = 0`.
+
+    A generator of Python, NumPy or torch has moved on since the write before; of a first one, the next will tell.
+    """
 
     def __init__(self) -> None:
         self._before: tuple[Any, ...] = ()

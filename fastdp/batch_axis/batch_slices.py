@@ -155,8 +155,8 @@ def stamp(call: Call) -> None:
 
 
 def assigned_part(before: Layout | None, part: Piece, index: Any, found: Layout) -> tuple[Layout, str]:
-    """The layout of memory to which a part of several samples was assigned, beside the parts before: `out[:4] = f(h[:4])`;
-    or why they must not stand beside each other. index: to which of their elements."""
+    """The layout of memory to which a part of several samples was assigned, `out[:4] = f(h[:4])`, beside the parts
+    before; or why they must not stand beside each other. index: to which of their elements."""
     what: list[Any] = list(_integers(index))
     _describe(index, what, True)
     part = part._replace(past=hash((part.past, *what)))
@@ -191,7 +191,7 @@ def _note_write(call: Call) -> None:
 
 
 def only_writer(memory: Tensor) -> int:
-    """The sample whose rows alone were written to a constant so far, which is its own table then; -1 if others' were."""
+    """The one sample whose rows were written to a constant so far, which is a table of its own then; else -1."""
     samples, _ = WRITTEN.get(memory.__dict__.get(tensor_notes.WRITTEN, -1), ({}, ""))
     if len(samples) != 1 or memory._is_view():
         return -1

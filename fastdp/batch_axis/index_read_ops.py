@@ -102,7 +102,9 @@ def picked(call: Call, layout: Layout, index: tuple[Any, ...]) -> Layout:
     rows = at(numbers, items[0]) if one else numbers[items]
     anew = entry is not None and any(one.own is not None for one in entries.values())
     where = position_of(entries, items) if entry is not None else 0
-    in_line = entry is not None and rows.dim() > 1 and rows.numel() == rows.size(where)  # h[None, i], of one row perhaps
+    in_line = (
+        entry is not None and rows.dim() > 1 and rows.numel() == rows.size(where)
+    )  # h[None, i], of one row perhaps
     if (found := layout_of_rows(rows.flatten() if in_line else rows, seen, order, anew)) is None:
         return call.combined(_SEVERAL)
     found = brought_back(found, source.device)

@@ -148,7 +148,7 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
 
 
 def with_part(call: Call, target: Tensor, value: Any, others: Any, found: Layout | None) -> Layout:
-    """The layout of the target that was found (None: none), or that it holds a part of the samples, if the value is one.
+    """The layout of the target that was found (None: none), or of a part of the samples, if the value is one.
 
     others: what an index says of other dimensions than the samples'.
     """

@@ -65,12 +65,14 @@ def listed_one_by_one(values: Any, batch: int) -> set[int]:
 
 
 def lists_of_numbers(values: Any, batch: int) -> list[Sequence[Any]]:
-    """The lists and tuples among these that hold Python's numbers of each sample: the lengths of texts, lists of tags."""
+    """The lists and tuples among these that hold Python's numbers of each sample: the lengths of texts, their tags."""
     if isinstance(values, dict):
         return [found for item in values.values() for found in lists_of_numbers(item, batch)]
     if not isinstance(values, tuple | list) or isinstance(values, torch.Size):
         return []
-    numbers = (type(n) in (int, float) for item in values for n in (item if isinstance(item, tuple | list) else (item,)))
+    numbers = (
+        type(n) in (int, float) for item in values for n in (item if isinstance(item, tuple | list) else (item,))
+    )
     if len(values) == batch > 1 and all(numbers):
         return [values]
     return [found for item in values for found in lists_of_numbers(item, batch)]

@@ -316,7 +316,7 @@ def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bo
     constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
     stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
     modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
-    known = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
+    known: list[Any] = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
     if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
         held = [frame.f_globals.get(name) for name in globals_]
         known += [number for value in held for number in (value if isinstance(value, list | tuple) else (value,))]

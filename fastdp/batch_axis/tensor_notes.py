@@ -101,9 +101,12 @@ class _Holding:
         start = storage.data_ptr()
         for known in self.storages:
             other = known()
-            if other is None or other is storage or other.device != storage.device:
+            try:
+                if other is None or other is storage or other.device != storage.device:
+                    continue
+                begin = other.data_ptr()
+            except RuntimeError:  # of torch 2.9, a storage may outlive its memory
                 continue
-            begin = other.data_ptr()
             held: HeldBytes | None = getattr(other, HELD, None)
             if held is not None and begin < start + storage.nbytes() and start < begin + other.nbytes():
                 setattr(other, HELD, held[:2])  # what is written here, nobody can tell the tensors there

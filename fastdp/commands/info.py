@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -18,7 +19,7 @@ _HF = ("transformers", "accelerate", "peft")
 EXTRAS = {  # and the modules by which each is told
     "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": _HF, "lightning": ("lightning",),
     "finetune": (*_HF, "datasets", "matplotlib", "pyarrow", "tqdm"),
-    "trl": (*_HF, "trl"), "sentences": (*_HF, "sentence_transformers", "datasets"),
+    "trl": (*_HF, *["trl"] * (sys.version_info >= (3, 11))), "sentences": (*_HF, "sentence_transformers", "datasets"),
 }  # fmt: skip
 
 

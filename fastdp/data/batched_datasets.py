@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from ..errors import StepError
+from ..utils.pytree import copy_of_mapping
 from .random_generators import RandomNumbers, kept_by
 
 
@@ -74,7 +74,7 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
         parts = [change(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if _is_mapping(value):
-        other = copy.copy(value)
+        other = copy_of_mapping(value)
         for key, part in value.items():
             other[key] = change(part)
         return other

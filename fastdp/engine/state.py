@@ -58,8 +58,8 @@ class Engine:
             self.backward.others.loss(roots, size, parameters)
 
     def judge_writes(self) -> None:
-        """Warn if rows of some samples were written to, and not those of all alike. Raises SampleMixingError if a part of
-        a single sample's were, and nothing shows that its place was drawn."""
+        """Warn if rows of some samples were written to, and not those of all alike. Raises SampleMixingError if a part
+        of a single sample's were, and nothing shows that its place was drawn."""
         single = len(DRAWN.first)
         DRAWN.first.clear()
         if single:

@@ -73,8 +73,9 @@ def one_sample_of(forward_pass: ForwardPass, call: Call) -> OneSample | None:
             why,
         )
     if call.in_place and args and isinstance(args[0], Tensor) and args[0]._is_view():
-        base, own = (tag_of(t, forward_pass.batch) for t in (args[0]._base, args[0]))
-        if base != own and not (base and own and base.alone == own.alone >= 0):
+        whole: Tensor = args[0]._base  # type: ignore[assignment]
+        base, part = tag_of(whole, forward_pass.batch), tag_of(args[0], forward_pass.batch)
+        if base != part and not (base and part and base.alone == part.alone >= 0):
             why = f"{forward_pass.place(name)} writes into a view of the batch"
             raise SampleMixingError(f"{why}, together with a parameter. Use torch.stack or torch.cat.", why)
     sized = any(layout.size_from_data or layout.order is not None for layout in layouts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import shlex
+import sys
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def packages_of(extra: str) -> list[str]:
         if not re.search(rf"""extra == ["']{re.escape(extra)}["']""", marker):
             continue
         if "platform_system" in marker and platform.system() not in marker:
+            continue
+        least = re.search(r"""python_version >= ["']3\.(\d+)""", marker)
+        if least and sys.version_info < (3, int(least[1])):
             continue
         inner = re.fullmatch(r"fastdp\[([\w,-]+)\]", requirement.strip())
         found += (

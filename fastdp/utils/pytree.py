@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,3 +53,13 @@ def signature(nest: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(nest, dict):
         return tuple((name, signature(item, leaf)) for name, item in nest.items())
     return leaf(nest)
+
+
+def copy_of_mapping(mapping: Any) -> Any:
+    """A shallow copy of a mutable mapping, of its own kind."""
+    try:
+        return copy.copy(mapping)
+    except KeyError:  # its attributes are its keys, of which Python 3.10 asks for __getstate__
+        other = type(mapping)()
+        other.update(mapping)
+        return other

@@ -17,6 +17,7 @@ from ..batch_axis.inputs import mark_of, mark_rows, may_be_packed, nested_tensor
 from ..data.batched_datasets import fetches_batches
 from ..data.empty_batches import CollateWithEmpty
 from ..data.streams import StreamRecords
+from ..utils.pytree import copy_of_mapping
 
 FETCHED = 4  # times as many samples as are looked at are taken out of a data set, to draw different ones
 
@@ -241,7 +242,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(mapped(item, function) for item in value)
     if hasattr(value, "items"):
-        other = copy.copy(value) if isinstance(value, MutableMapping) else dict(value.items())
+        other = copy_of_mapping(value) if isinstance(value, MutableMapping) else dict(value.items())
         for key, item in value.items():
             other[key] = mapped(item, function)
         return other
