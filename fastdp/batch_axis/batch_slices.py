@@ -126,8 +126,8 @@ def stamp(call: Call) -> None:
     pieces = [layout.piece for layout in found if layout.piece is not None]
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
-    if call.name in _ASSIGNING and any(source.piece and source.alone < 0 for _, source in call.beside_first()):
-        return  # a part of several samples: its rule has looked (`assigned_part`)
+    if call.name in _ASSIGNING and any(source.piece for _, source in call.beside_first()) and not _by_number(call):
+        return  # its rule has looked (`assigned_part`)
     if call.name in operator_table.COMPARING_PARTS:
         if len(pieces) < 2 or len({piece.rows for piece in pieces}) > 1:
             return  # their rules look at the parts; here it is what lies side by side of the same samples
@@ -165,6 +165,12 @@ def assigned_part(before: Layout | None, part: Piece, index: Any, found: Layout)
     return found._replace(piece=settled(piece)), problem
 
 
+def _by_number(call: Call) -> bool:
+    """Whether an assignment names a row by one of Python's numbers: out[i] = ..."""
+    index = call.args[1] if call.name == "__setitem__" else None
+    return any(type(item) is int for item in (index if isinstance(index, tuple) else (index,)))
+
+
 def _target(call: Call) -> Any:
     """What a call in place, or an assignment by index, writes to."""
     return call.args[0] if call.args else call.kwargs.get("tensor")
@@ -180,13 +186,20 @@ def _note_write(call: Call) -> None:
         layout = tag_of(target, batch)
     if layout is None or not isinstance(base, Tensor) or (not assigns and base is target):
         return
+    if assigns and not constant and base is target and not _by_number(call):
+        return  # one of several chunks, perhaps (`assigned_part`)
     whole, piece = tag_of(base, batch), layout.piece
     if (sample := owner_of(layout)) < 0 or (whole is not None and owner_of(whole) >= 0):
         return
     if piece is not None and (constant or not assigns):  # (else the index holds the sample's own number)
         piece = stamped([piece], call)
-    memory = base.__dict__.setdefault(tensor_notes.WRITTEN, next(_CUTS))
-    samples, _ = WRITTEN.setdefault(memory, ({}, place_of(users(sys._getframe(1)))))
+    note_write_of_one(base, sample, piece)
+
+
+def note_write_of_one(memory: Tensor, sample: int, piece: Piece | None) -> None:
+    """A sample's rows in this memory were written to, with this part of it."""
+    number = memory.__dict__.setdefault(tensor_notes.WRITTEN, next(_CUTS))
+    samples, _ = WRITTEN.setdefault(number, ({}, place_of(users(sys._getframe(1)))))
     samples.setdefault(sample, []).append(piece)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import tensor_notes
 from .batch_positions import DRAWN, OWN_READS, WHY, by_place, cuts_of, is_fixed, made_in_sight
-from .batch_slices import BY_POSITION, assigned_part, only_writer
+from .batch_slices import BY_POSITION, assigned_part, note_write_of_one, only_writer
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
 from .index_kinds import (
@@ -131,8 +131,11 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
     found = _laid(call, target, value, adds, items, entries)
     unseen = (isinstance(item, Tensor) and item.dim() and not made_in_sight(item) for item in items)
     if found is not None and not any(unseen):  # (else which rows, a sample's own data may have said: edges of graphs)
-        others = [item for dim, item in source_dims(items, target.dim()).items() if dim != found.dim]
-        found = with_part(call, target, value, others, found)
+        named = source_dims(items, target.dim())
+        if not isinstance(
+            named.pop(found.dim, None), int
+        ):  # (of a row by its number: `batch_slices.unequally_written`)
+            found = with_part(call, target, value, list(named.values()), found)
     if found is None or found.mixed or found.alone >= 0 or target.shape[found.dim : found.dim + 1] != (found.rows,):
         return found
     along = source_dims(items, target.dim()).get(found.dim)
@@ -155,7 +158,10 @@ def with_part(call: Call, target: Tensor, value: Any, others: Any, found: Layout
     source, before = call.layout(value), call.layout(target)
     if found is None:
         return call.combined(MIXES)
-    if found.mixed or source is None or source.piece is None or source.alone >= 0:
+    if found.mixed or source is None or source.piece is None:
+        return found
+    if before is not None and before.piece is None and source.alone >= 0:  # h[i : i + 1] = ..., in a loop
+        note_write_of_one(target, source.alone, source.piece)
         return found
     if before is not None and before.piece is None and target.requires_grad:
         return call.combined(BY_POSITION)

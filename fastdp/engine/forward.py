@@ -222,6 +222,8 @@ class Forward(Engine):
     def _note_batch(self, active: Pass, path: str, tensors: list[Tensor], followed: Any) -> None:
         """What a new pass must know of its batch: its generation, the loader's batch, and numbers read of it before."""
         active.moment.before = handed_out_in(followed, self.batch)
+        if not active.moment.before:
+            OWN_READS.loaded(())  # of another batch
         given_to_model(tensors)
         self._moments.append(active.moment)
         active.moment.token = Token()

@@ -99,7 +99,40 @@ def spectra(m, x, of=lambda z: z):
     return m.b(torch.istft(of(z * z.abs()), 8, 2, window=window).reshape(len(x), -1, D))
 
 
+def turned(m, x):
+    """A grid that each sample chooses, and its picture there."""
+    theta = torch.eye(2, 3).to(x) + 0.1 * m.b(x)[:, 0].view(-1, 2, 3)
+    grid = F.affine_grid(theta, [len(x), 1, 2, 2], align_corners=False)
+    return F.grid_sample(m.a(x)[:, None], grid, align_corners=False)
+
+
+def routed(m, x, chosen):
+    """Mixtral's pick of tokens, behind a new dimension."""
+    h = m.a(x).flatten(0, 1)
+    (i,) = torch.where(chosen.flatten())
+    return h.view(x.shape) + torch.zeros_like(h).index_add_(0, i, m.b(h[None, i].reshape(-1, D))).view(x.shape)
+
+
+def nothing_hidden(m, x):
+    h = m.a(x)
+    h[torch.ones(x.shape[:2]).eq(0)] = -1e9
+    return m.b(h)
+
+
+def transitions(m, x, ids):
+    """Rows of a parameter by labels, one sample at a time, after memory of constants was filled."""
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    out[:, :] = m.a(x)
+    return torch.stack([row + m.v[i[0] % 4] * m.w[i[1] % D] for row, i in zip(out, ids, strict=True)])
+
+
 EXACT = {
+    "turned": lambda m, x, ids, sizes: turned(m, x),
+    "an empty mask": lambda m, x, ids, sizes: nothing_hidden(m, x),
+    "rows_of_a_parameter": lambda m, x, ids, sizes: transitions(m, x, ids),
+    "routed": lambda m, x, ids, sizes: routed(m, x, ids == 0),
+    "routed_one": lambda m, x, ids, sizes: routed(m, x, ids == 5),
+    "routed_of_one_sample": lambda m, x, ids, sizes: routed(m, x, (ids == 4) | (ids == 1) & (ids[:, :1] == 4)),
     "spectra": lambda m, x, ids, sizes: spectra(m, x),
     "own_positions_first": lambda m, x, ids, sizes: zeros_first(
         m, x, ids, lambda ids: torch.arange(T).repeat(2).expand(len(ids), -1)

@@ -38,7 +38,32 @@ def rolled(h: Tensor) -> Tensor:
     return (ROWS(C) + ROWS(len(h))[:, None]) % C
 
 
+def assigned(h: Tensor, *parts: Any, to: Any = slice(None)) -> Tensor:
+    """Parts of the batch written to a constant, the second by another function than the first."""
+    z = torch.ones(len(h), C)
+    for function, part in zip((torch.sin, torch.cos), parts, strict=False):
+        z[part, to] = function(h[part, to])
+    return z
+
+
 OTHERS = {
+    "half assigned to a constant": lambda m, h: assigned(h, slice(2)),
+    "all but the first assigned": lambda m, h: assigned(h, slice(1, None)) * h,
+    "steps assigned": lambda m, h: assigned(h, slice(None, None, 2)),
+    "an index assigned": lambda m, h: assigned(h, ROWS(len(h) - 1)),
+    "halves assigned otherwise": lambda m, h: assigned(h, slice(2), slice(2, None)),
+    "parts that overlap": lambda m, h: chunks_assigned(h, [0, 1], 3),
+    "halves of other columns": lambda m, h: (
+        assigned(h, slice(2), to=slice(2)) + assigned(h, slice(2, 4), to=slice(2, 4))
+    ),
+    "half assigned, row by row": lambda m, h: torch.stack([row.tanh() for row in assigned(h, slice(2))]),
+    "half put": lambda m, h: torch.zeros(len(h), C).index_put((ROWS(2),), h[:2]),
+    "half copied": lambda m, h: torch.zeros(len(h), C).index_copy(0, ROWS(2), h[:2]),
+    "half added": lambda m, h: torch.zeros(len(h), C).index_add(0, ROWS(2), h[:2]),
+    "half scattered": lambda m, h: torch.zeros(len(h), C).scatter(0, ROWS(2)[:, None].expand(2, C), h[:2]),
+    "half scattered to others": lambda m, h: h.scatter(0, ROWS(2)[:, None].expand(2, C), h[:2].sin()),
+    "half assigned to all": writing(lambda z, h: z.__setitem__(slice(2), h[:2].sin())),
+    "half assigned, masked between": lambda m, h: chunks_assigned(h, [0, 2], 2, lambda z: z.masked_fill_(z > 0, 1.0)),
     "diagonal": lambda m, h: h.diagonal()[:, None],
     "diagonal of named dimensions": lambda m, h: torch.diagonal(h, 0, -1, -2)[:, None],
     "diagonal_scatter": lambda m, h: h.diagonal_scatter(h.new_zeros(len(h))),
@@ -126,6 +151,14 @@ def parts_written(memory: Tensor, h: Tensor) -> Tensor:
     return memory
 
 
+def chunks_assigned(h: Tensor, starts: Any, size: int, between: Any = lambda z: None) -> Tensor:
+    z = h.new_zeros(h.shape)
+    for start in starts:
+        z[start : start + size] = h[start : start + size].sin()
+        between(z)
+    return z
+
+
 def filled_through(h: Tensor) -> Tensor:
     memory = torch.zeros_like(h)
     view = memory.as_strided((len(h),), (C + 1,))
@@ -170,6 +203,8 @@ def mask_of(h: Tensor, write: Callable[[Tensor, int, Tensor], Any]) -> Tensor:
 
 
 SAME = {
+    "chunks assigned": lambda m, h: chunks_assigned(h, range(0, len(h), 3), 3).cos(),
+    "chunks of labels": lambda m, h: h * chunks_assigned(h.detach().round(), range(0, len(h), 2), 2),
     "a diagonal within samples": lambda m, h: cut(h).diagonal(dim1=1, dim2=2),
     "a diagonal within samples, zeroed": in_place(lambda z: z.diagonal(dim1=-1, dim2=1).zero_()),
     "a view, written to through another": in_place(lambda z: z[:, 0].mul_(2)),

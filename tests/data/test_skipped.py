@@ -8,6 +8,8 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import fastdp
@@ -38,6 +40,31 @@ def test_a_batch_passed_over_is_refused_by_the_loader(which, limit):
     if which != "all but the last":  # of which none was trained on
         with pytest.warns(UserWarning, match=r"1 batch\(es\) of the poisson_loader were skipped"):
             optimizer.epsilon(1e-2)
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_loop_left_between_backward_and_step_can_be_run_again(limit, graphed):
+    """A cell of a notebook that was interrupted: what its last backward left is dropped, with a warning."""
+    model = nn.Linear(6, 3)
+    data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+    loader = fastdp.poisson_loader(data, expected_batch_size=8, max_physical_batch_size=limit)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, graphed=graphed)
+
+    def cell(last: int = -1) -> None:
+        for i, (x, y) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            if i == last:
+                raise KeyboardInterrupt
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="the loop was left with"):
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                cell(1)
+        cell()
+    optimizer.detach()
 
 
 @pytest.mark.parametrize("how", ["break", "exception"])

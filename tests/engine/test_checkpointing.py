@@ -70,6 +70,53 @@ def test_exact_and_computed_once_more_only(way: str, runs: int) -> None:
     assert model.region.runs == runs
 
 
+class RunAgain(torch.autograd.Function):
+    """A checkpoint as diffusion models have it: it runs again in backward, and asks for its parameters' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function, ctx.x, ctx.parameters = function, x, parameters
+        with torch.no_grad():
+            return function(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            out = ctx.function(x.view_as(x))
+        return (None, *torch.autograd.grad(out, (x, *ctx.parameters), grad, allow_unused=True))
+
+
+class Again(nn.Module):
+    def __init__(self, given: bool = True) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.given = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6), given
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RunAgain.apply(self.run, x, *(self.parameters() if self.given else ()))  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+@pytest.mark.parametrize("layers", [(Again,), (nn.Linear, Again), (Again, Again, nn.Linear), (nn.Linear, Again, Again)])
+def test_functions_that_ask_for_their_parameters_in_backward(layers: tuple[Any, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Again() if layer is Again else nn.Linear(6, 6) for layer in layers])
+    engine = fastdp.PerSampleGradients(model)
+    for _ in range(2):
+        assert_step(engine, torch.randn(4, 5, 6), losses)
+
+
+def test_functions_that_do_not_ask_give_their_parameters_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Again(given=False), nn.Linear(6, 2))
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, torch.randn(4, 5, 6)).mean().backward()
+    sums = engine.clipped_sum(torch.ones(4))
+    assert not sums["1.up.weight"].any() and sums["0.weight"].any() and sums["2.weight"].any()
+
+
 class Direct(nn.Module):
     """A region whose own function takes parameters. As many samples as features: saved shapes tell nothing."""
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.errors import FastDPError, SampleMixingError, StepError
+from fastdp.errors import FastDPError, ParameterError, SampleMixingError, StepError
 
 from ..cases import Net, P, square
-from ..truth import assert_refused, compare
+from ..truth import assert_refused, assert_step, compare
 
 B, D = 3, 6
 
@@ -337,3 +337,51 @@ def test_nested_tensors_are_named_and_refused(layout: torch.layout) -> None:
     assert_refused(model, torch.randn(4, 5, D), square, r"\w+\(\).*nested tensor.*mark_rows", StepError)
     ragged = torch.nested.nested_tensor(ragged_rows(torch.randn(4, 5, D)), layout=layout)
     assert_refused(model, ragged, square, r"argument is a nested tensor.*mark_rows", StepError)
+
+
+class Shared(nn.Module):
+    """An activation that is an argument's default, and so every model's."""
+
+    def __init__(self, activation: nn.Module = nn.Tanh()) -> None:  # noqa: B008
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 4), activation, nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def test_models_may_share_a_module_without_parameters():
+    torch.manual_seed(0)
+    first, second = Shared(), Shared()
+    engines = [fastdp.PerSampleGradients(first), fastdp.PerSampleGradients(second)]
+    for _ in range(2):  # in turns
+        for engine in engines:
+            assert_step(engine, torch.randn(4, 5), lambda m, x: m(x).sin().sum(1))
+    engines[0].detach()
+    assert_step(engines[1], torch.randn(4, 5), lambda m, x: m(x).sin().sum(1))
+    with pytest.raises(ParameterError, match="already has"):
+        fastdp.PerSampleGradients(second)
+
+
+class WithScale(nn.Module):
+    """Returns what is made of parameters alone beside its output, for the loss to use."""
+
+    def __init__(self, made: bool) -> None:
+        super().__init__()
+        self.layer, self.scale, self.made = nn.Linear(5, 3), nn.Parameter(torch.tensor([0.3])), made
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.scale.exp() if self.made else self.scale
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_parameters_among_the_results(made):
+    def losses(model, x):
+        out, scale = model(x)
+        return out.square().sum(1) * torch.exp(-scale) + scale
+
+    torch.manual_seed(0)
+    engine = fastdp.PerSampleGradients(WithScale(made))
+    for _ in range(2):
+        assert_step(engine, torch.randn(4, 5), losses)
+        torch.testing.assert_close(engine.norms(), engine.norms())  # asked again

@@ -22,6 +22,12 @@ class Writes(nn.Module):
         mean = out.detach().mean(0)
         if self.how == "assigned":
             self.state = mean
+        elif self.how == "an average anew":
+            self.state = self.state * 0.9 + 0.1 * mean
+        elif self.how == "a count anew":
+            self.state = self.state + (x > 0).sum(0)
+        elif self.how == "its data, in place":
+            self.state.data.lerp_(mean, 0.1)
         elif self.how == "in place":
             self.state.mul_(0.9).add_(0.1 * mean)
         elif self.how == "through a view":
@@ -99,7 +105,12 @@ def test_other_buffers_are_not_refused(name, evaluated):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("in place", "buffer 'state'. A buffer"), ("not kept", "buffer 'cache'. What")]
+    ("how", "words"),
+    [
+        *[(how, "buffer 'state'. A buffer") for how in ("in place", "assigned", "an average anew", "a count anew")],
+        ("its data, in place", "buffer 'state'. A buffer"),
+        ("not kept", "buffer 'cache'. What"),
+    ],
 )
 def test_data_in_a_buffer_is_warned_of_with_gradients(how, words):
     """Of one that is not kept, as a hook of the optimizer, say, may make another of it that is."""

@@ -253,3 +253,20 @@ def test_a_number_that_is_none_is_no_pass():
 def test_a_loss_of_outputs_and_targets_is_told_what_it_is_called_with(loss):
     with pytest.raises(TypeError, match="loss_fn is called with the model and a batch, and (cross_entropy|Cross)"):
         fastdp.verify(nn.Linear(3, 2), loss, (torch.randn(8, 3), torch.zeros(8).long()))
+
+
+class Sparse(nn.Module):
+    """A buffer that is sparse, and a table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 3)
+        self.register_buffer("heads", torch.eye(3).to_sparse(), persistent=False)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).tanh().mean(1))
+
+
+def test_sparse_tensors_are_compared():
+    batch = torch.randint(0, 7, (6, 3)), torch.randint(0, 3, (6,))
+    assert fastdp.verify(Sparse(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch).ok
