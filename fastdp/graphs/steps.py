@@ -216,7 +216,7 @@ class StepProgram:
         with torch.no_grad(), exactly():
             norms = [each.norm_sq(params).sqrt() for each in (replayed[1], found[0])]
         for what, (a, b) in (("losses", (replayed[0], losses)), ("norms", norms)):
-            if not torch.allclose(a.double(), b.double(), rtol=_AS_PADDED, atol=_AS_PADDED * float(b.abs().max())):
+            if not close(_AS_PADDED, a, b):
                 return f"the {what} of {samples} samples are others if these are padded"
         return ""
 
@@ -304,3 +304,9 @@ def check_losses(losses: Any, size: int) -> None:
             f"loss_fn(model, *batch) must return the loss of each sample, [{size}]; it returned {found}. Compute "
             'losses with reduction="none", and one number per sample'
         )
+
+
+def close(off: float, a: Tensor, b: Tensor) -> bool:
+    """Whether numbers are the same within this share of the largest; of a sample that is not finite, NaN is as NaN."""
+    largest = float(b.abs().nan_to_num(0.0, 0.0).max()) if b.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=off, atol=off * largest, equal_nan=True)

@@ -20,7 +20,7 @@ class Shape:
     met: how often no recording served, by the number of samples; programs: the recordings; noted: what the last forward
     by Python gave; example: the same, of the last through which a backward went; exactly: batches of other sizes are
     not to be padded; due: makes a recording that had to wait; refused: why there is none; changes: of the model, for
-    which no recording served; again: how often the loss took other outputs than before.
+    which it was recorded anew; again: how often the loss took other outputs than before.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Shape:
         self.refused = ""
         self.waited, self.patience = 0, 64  # forwards since, and how many until it is tried again
         self.due: Callable[[], ForwardProgram] | None = None
-        self.changes = Counter[str]()
+        self.changes, self._changed = Counter[str](), ""
         self.again = 0
 
     def fitting(self, samples: int) -> ForwardProgram | None:
@@ -43,11 +43,10 @@ class Shape:
                 changed = program.guards.changed()
                 if not changed:
                     return program
-        if changed:
-            self.changes[changed] += 1
-            if self.changes[changed] > CHANGES:
-                self.refused = f"{changed} again and again"
-                raise GraphError(self.refused)
+        self._changed = changed
+        if changed and self.changes[changed] >= CHANGES:
+            self.refused = f"{changed} again and again"
+            raise GraphError(self.refused)
         return None
 
     def size_to_record(self, samples: int) -> int:
@@ -67,6 +66,7 @@ class Shape:
 
     def recorded(self, program: ForwardProgram) -> None:
         """Take a recording, and count anew what it does not serve."""
+        self.changes.update([self._changed] if self._changed else ())
         self.exactly = self.exactly or bool(program.only)
         self.programs = sorted([*self.programs, program], key=lambda each: each.batch.size)
         if not self.exactly:

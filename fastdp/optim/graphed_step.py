@@ -25,7 +25,7 @@ from ..graphs.cuda_graph import Pool, device_of
 from ..graphs.execution import tolerances
 from ..graphs.guards import Guards
 from ..graphs.recorder import memory_of
-from ..graphs.steps import OTHER_ROWS, LossFn, StepProgram, check_losses, device_of_model
+from ..graphs.steps import OTHER_ROWS, LossFn, StepProgram, check_losses, close, device_of_model
 from ..ops.common import exactly
 from ..utils.rng_state import States, random_states, set_random_states
 from .graphed_loss import Begun, ReplayedSteps
@@ -221,9 +221,9 @@ class GraphedStep(ReplayedSteps):
             sums = [each.clipped_sum(ones, params) for each in (gradients, found[0])]
         # Inductor rounds 16-bit numbers in another order
         off = max(_TOLERANCE, tolerances(program.program, ())[0] / 10) if program.way.compiled else _TOLERANCE
-        wrong = [] if _close(off, *norms) else ["norms"]
+        wrong = [] if close(off, *norms) else ["norms"]
         wrong += [name for name, p in self._privacy.engine.named_parameters().items()
-                  if not _close(off, *(each.get(id(p), torch.zeros_like(p)) for each in sums))]  # fmt: skip
+                  if not close(off, *(each.get(id(p), torch.zeros_like(p)) for each in sums))]  # fmt: skip
         if wrong:
             raise VerificationError(
                 f"the replayed step is not the one that Python makes of this batch: {', '.join(wrong[:5])} differ. The "
@@ -237,11 +237,6 @@ def losses_of(model: nn.Module, loss_fn: LossFn, batch: Any) -> Tensor:
     losses = loss_fn(model, *batch)
     check_losses(losses, losses.size(0) if isinstance(losses, Tensor) and losses.dim() else 0)
     return losses
-
-
-def _close(off: float, a: Tensor, b: Tensor) -> bool:
-    largest = float(b.abs().max()) if b.numel() else 0.0
-    return torch.allclose(a.double(), b.double(), rtol=off, atol=off * largest)
 
 
 def _size(leaves: Sequence[Any]) -> int:

@@ -283,3 +283,30 @@ def test_the_size_that_serves_most_is_recorded() -> None:
     assert recorded_of([13, 21, 19, 23, 20, 13, 18, 22]) == [24, 13]  # of sizes at random what larger ones need, too
     assert recorded_of([10, 50, 49, 48, 47, 10]) == [52, 10]
     recorded_of([2**k for k in range(200)])  # none close to another: all are counted, the oldest no longer
+
+
+def test_a_change_is_counted_once_however_long_a_recording_must_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastdp.optim.graphed_forwards, "PAYS", 20)
+    model = Model(plain)
+
+    def step(k: int) -> Tensor:
+        if k == 8:
+            model.up.bias.requires_grad_(False)
+        return loss_of(model(batch(k)[0]), k)
+
+    graphs = trained(model, step, 60)
+    assert graphs.replayed > 40 and not graphs.reasons["module 'up' was frozen again and again"]
+
+
+def test_a_sample_that_is_not_finite_ends_no_replays() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = fastdp.DPSGD(model, **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for k in range(8):
+            x = torch.randn(B, 6)
+            x[0] = torch.nan if k < 4 else 0.0
+            F.cross_entropy(model(x), torch.zeros(B, dtype=torch.long)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer._privacy.graphs.replayed == 6
