@@ -19,6 +19,7 @@ from ..grad_sample.forward_pass import ForwardPass
 from ..grad_sample.parameter_links import link_of
 from ..utils.pytree import map_tensors, tensors_in
 
+_NODES = 64  # of autograd's graph, at most, in which an unseen function's parameters are looked for
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -49,9 +50,35 @@ def roles_of(forward_pass: PassView, call: Call) -> tuple[list[Tensor], bool]:
         elif forward_pass.is_data(tensor):
             has_data = True
             if tag_of(tensor, call.batch) is None:
+                _refuse_unseen_use(forward_pass, tensor, call)
                 _settle(forward_pass, tensor)
                 call.forget()
     return parameters, has_data
+
+
+def _refuse_unseen_use(forward_pass: PassView, tensor: Tensor, call: Call) -> None:
+    """Raises UncapturedUseError for what a torch.autograd.Function, which is not seen, has made of parameters, and of no
+    captured data: by a straight-through estimator of weights, say."""
+    found, waiting = list[str](), [tensor.grad_fn]
+    if not isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+        return
+    for node in waiting:  # which grows
+        for before, _ in getattr(node, "next_functions", ()):
+            leaf = getattr(before, "variable", None)
+            if before is None:
+                continue
+            if leaf is None and len(waiting) < _NODES:
+                waiting.append(before)
+            elif id(leaf) in forward_pass.tracked:
+                found.append(forward_pass.tracked[id(leaf)])
+            else:
+                return
+    if found:
+        name = tensor.grad_fn.name().removesuffix("Backward")  # type: ignore[union-attr]
+        raise UncapturedUseError(
+            f"{forward_pass.place(call.name)} takes what {name} made of parameter '{found[0]}', out of fastdp's sight "
+            f"(a torch.autograd.Function). Make it seen, before the model runs: fastdp.register_rule({name})(None)"
+        )
 
 
 def _settle(forward_pass: PassView, tensor: Tensor) -> None:

@@ -149,3 +149,22 @@ def test_transforms_of_data_without_gradients_are_warned_of() -> None:
 def test_transforms_of_parameters_and_data_name_the_parameter() -> None:
     with pytest.raises(UncapturedUseError, match=r"'a\.weight' \(linear\(\) in module 'a', inside torch.func"):
         compare(*net(lambda m, x: torch.vmap(m.a)(x).tanh(), torch.randn(B, D), a=nn.Linear(D, D)))
+
+
+@pytest.mark.parametrize("batch", [3, D])
+def test_a_straight_through_estimator_of_weights_is_named_with_the_remedy(batch: int) -> None:
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return (weight * 8).round() / 8
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    forward = lambda m, x: m.b(F.linear(x, Rounded.apply(m.a.weight), m.a.bias).tanh())
+    case = net(forward, torch.randn(batch, D), a=nn.Linear(D, D), b=nn.Linear(D, 2))
+    with pytest.raises(UncapturedUseError, match=r"'a.weight'.*fastdp.register_rule\(Rounded\)\(None\)"):
+        compare(*case)
+    fastdp.register_rule(Rounded)(None)
+    assert compare(*case).worst < 1e-4
