@@ -57,7 +57,7 @@ def roles_of(forward_pass: PassView, call: Call) -> tuple[list[Tensor], bool]:
 
 
 def _refuse_unseen_use(forward_pass: PassView, tensor: Tensor, call: Call) -> None:
-    """Raises UncapturedUseError for what a torch.autograd.Function, which is not seen, has made of parameters, and of no
+    """Raises UncapturedUseError for what a torch.autograd.Function, which is not seen, has made of parameters and of no
     captured data: by a straight-through estimator of weights, say."""
     found, waiting = list[str](), [tensor.grad_fn]
     if not isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
