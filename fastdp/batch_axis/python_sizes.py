@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -91,7 +91,9 @@ class Sizes:
         while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
         others = self._lines.setdefault((frame.f_code, frame.f_lineno), set())
-        dims = [dim] if dim is not None else _shape_dims(frame) if isinstance(found, tuple) else []
+        dims: Sequence[int] = [dim] if dim is not None else ()
+        if isinstance(found, tuple):
+            dims = _shape_dims(frame.f_code, frame.f_lineno)
         if isinstance(found, tuple):
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
@@ -333,10 +335,11 @@ def _has_name(frame: Any, number: float) -> bool:
     return any(_is_number(value) and abs(value) == abs(number) for value in known)
 
 
-def _shape_dims(frame: Any) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def _shape_dims(code: CodeType, line: int) -> tuple[int, ...]:
     """The dimensions whose sizes a line takes of shapes, `x.shape[1]`; none if it may take all."""
-    *_, dims = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
-    return [] if None in dims else [dim for dim in dims if dim is not None]
+    *_, dims = _lines_of(code).get(line, _NOTHING)
+    return () if None in dims else tuple(dim for dim in dims if dim is not None)
 
 
 _Line = tuple[list[float], list[str], list[str], list[int | None]]

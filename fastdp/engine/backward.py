@@ -211,10 +211,10 @@ class Backward:
         self._recording = path
         known, task = self._tape, torch._C._current_graph_task_id()
         if known is not None and known.checked is forward_pass and known.task == task and not torch.is_grad_enabled():
-            self._unasked = leaves_out(self.tracked.named().values(), forward_pass.recomputes)
+            self._unasked = leaves_out(self.tracked.named, forward_pass.recomputes)
             return not self._unasked
         tape = self._begin()
-        self._unasked = leaves_out(self.tracked.named().values(), forward_pass.recomputes)
+        self._unasked = leaves_out(self.tracked.named, forward_pass.recomputes)
         if self._unasked and not torch.is_grad_enabled():
             return False
         problem = self._problem_of(forward_pass, tape, task)

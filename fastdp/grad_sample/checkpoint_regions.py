@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -38,15 +38,17 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def leaves_out(parameters: Iterable[Tensor], recomputes: bool) -> bool:
-    """Whether the backward that runs is of chosen tensors alone (`inputs=`, torch.autograd.grad), and none of these
-    parameters is among them. recomputes: it is of a forward that another backward has run again, a custom function's,
+def leaves_out(trained: Callable[[], Mapping[str, Tensor]], recomputes: bool) -> bool:
+    """Whether the backward that runs is of chosen tensors alone (`inputs=`, torch.autograd.grad), and no trained
+    parameter is among them. recomputes: it is of a forward that another backward has run again, a custom function's,
     which may ask for its parameters' gradients so."""
     if _asks_for_all():
         return False
-    given = next((frame.f_locals["inputs"] for frame in frames() if frame.f_code is _GRAD), ()) if recomputes else ()
+    if not recomputes:
+        return True
+    given = next((frame.f_locals["inputs"] for frame in frames() if frame.f_code is _GRAD), ())
     asked = set(map(id, (given,) if isinstance(given, Tensor) else given))
-    return not any(id(parameter) in asked for parameter in parameters)
+    return not any(id(parameter) in asked for parameter in trained().values())
 
 
 def run_again() -> tuple[Callable[..., Any], ...]:
