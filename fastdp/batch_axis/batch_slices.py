@@ -19,7 +19,7 @@ from ..ops.common import bytes_of
 from ..utils.code_location import place_of, users
 from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
-from .batch_positions import OWN_READS, is_fixed
+from .batch_positions import OWN_READS, is_fixed, made_in_sight
 from .calls import Call
 from .host_values import in_some_order, on_host
 from .layout import Layout, layout_on, owner_of, tag, tag_of
@@ -83,7 +83,11 @@ def cut(source: Tensor, layout: Layout, found: Layout, rows: Tensor, by: Any = (
     if note is None or note[1] != source._version:
         note = source.__dict__[tensor_notes.CUT] = (next(_CUTS), source._version)
     piece = Piece(note[0], 0, tuple(counts), tuple(before), key)
-    return found._replace(piece=piece._replace(numbers=tuple(_integers(by))) if len(piece.samples) == 1 else piece)
+    if len(piece.samples) == 1:
+        return found._replace(piece=piece._replace(numbers=tuple(_integers(by))))
+    what: list[Any] = []
+    _describe(by, what, True)
+    return found._replace(piece=piece._replace(past=hash(tuple(what)) if what else 0))
 
 
 def _rows_of_each(layout: Layout, rows: int = 0) -> list[int]:
@@ -100,7 +104,9 @@ def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
     first = pieces[0]
     if call.name in operator_table.ADDING and len({(p.past, p.counts) for p in pieces}) == 1 < len(set(pieces)):
         return first  # parts of a sample, each made in the same way, added up by a loop
-    what: list[Any] = [call.name]
+    what: list[Any] = [call.name, torch.is_grad_enabled()]
+    if call.name == "__getitem__" and len(first.samples) > 1 and isinstance(call.args[1], tuple):
+        _describe(call.args[1][1:], what, True)  # (of the rows themselves, other samples' chunks have other numbers)
     # (numbers of an index may be each sample's own length, unless they count up with the samples: `_count_up`)
     _describe(
         call.given,
@@ -157,7 +163,7 @@ def stamp(call: Call) -> None:
 def assigned_part(before: Layout | None, part: Piece, index: Any, found: Layout) -> tuple[Layout, str]:
     """The layout of memory to which a part of several samples was assigned, `out[:4] = f(h[:4])`, beside the parts
     before; or why they must not stand beside each other. index: to which of their elements."""
-    what: list[Any] = list(_integers(index))
+    what: list[Any] = [torch.is_grad_enabled(), *(id(t) for t in tensors_in(index) if not made_in_sight(t))]
     _describe(index, what, True)
     part = part._replace(past=hash((part.past, *what)))
     known = [] if before is None or before.piece is None else [before.piece]
@@ -265,6 +271,8 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
     elif isinstance(value, dict):
         for item in value.values():
             _describe(item, into, numbers)
+    elif isinstance(value, slice) and numbers:
+        into.append((value.start, value.stop, value.step))
     elif isinstance(value, float | bool | str) or (numbers and isinstance(value, int)):
         into.append(value)
 

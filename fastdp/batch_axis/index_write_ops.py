@@ -129,13 +129,13 @@ def _assigned(call: Call, target: Tensor, index: tuple[Any, ...], value: Any, ad
     """The layout of the target once target[index] = value (added up, if `adds`)."""
     items, entries = expanded(call, index)
     found = _laid(call, target, value, adds, items, entries)
-    unseen = (isinstance(item, Tensor) and item.dim() and not made_in_sight(item) for item in items)
-    if found is not None and not any(unseen):  # (else which rows, a sample's own data may have said: edges of graphs)
+    if found is not None:
         named = source_dims(items, target.dim())
-        if not isinstance(
-            named.pop(found.dim, None), int
-        ):  # (of a row by its number: `batch_slices.unequally_written`)
-            found = with_part(call, target, value, list(named.values()), found)
+        rows = named.pop(found.dim, None)
+        # constants of unseen origin may say which rows as samples' own data do: edges of graphs
+        unseen = isinstance(rows, Tensor) and bool(rows.dim()) and not made_in_sight(rows)
+        if not isinstance(rows, int) and not (unseen and call.layout(target) is None):  # (of one row by its number:
+            found = with_part(call, target, value, list(named.values()), found)  # `batch_slices.unequally_written`)
     if found is None or found.mixed or found.alone >= 0 or target.shape[found.dim : found.dim + 1] != (found.rows,):
         return found
     along = source_dims(items, target.dim()).get(found.dim)

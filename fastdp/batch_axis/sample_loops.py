@@ -7,6 +7,8 @@ know which rows are whose.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,7 +79,8 @@ def numbers_in(call: Call) -> Inputs:
 
 
 def _fills_the_batch(call: Call, sample: int) -> bool:
-    """Whether a sample's data goes to its place in a constant that has one for every sample: out[b] = ..."""
+    """Whether a sample's data goes to its place in a constant that has one for every sample: out[b] = ..., or
+    out[b : b + 1] = ..."""
     if call.name != "__setitem__" or call.layout(call.args[0]) is not None:
         return False
     target, index = call.args[:2]
@@ -85,7 +88,16 @@ def _fills_the_batch(call: Call, sample: int) -> bool:
     if any(item is None or item is Ellipsis for item in items):
         return False
     sizes = zip(items, target.shape, strict=False)
-    return any(type(item) is int and item % size == sample and size == call.batch for item, size in sizes)
+    return any(size == call.batch and _is_row(item, sample, size) for item, size in sizes)
+
+
+def _is_row(item: Any, sample: int, size: int) -> bool:
+    """Whether an index takes this row of so many alone."""
+    if type(item) is int:
+        return item % size == sample
+    return isinstance(item, slice) and all(type(end) in (int, type(None)) for end in (item.start, item.stop, item.step)) and (
+        range(size)[item] == range(sample, sample + 1)
+    )
 
 
 def _is_sized(call: Call, inputs: Inputs) -> bool:
