@@ -8,24 +8,19 @@ the places themselves (arange, linspace, eye), parts of tables and of parameters
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from ..ops.common import bytes_of
-from ..utils.code_location import users
 from ..utils.pytree import tensors_in
 from . import operator_table
 from .calls import Call
 from .generations import now
 from .host_values import note_known, on_host
 from .layout import Layout, layout_on
+from .own_numbers import DRAWN, OWN_NUMBERS, cuts_a_row
 from .own_places import alike
 from .tensor_notes import ALIKE, MADE
 
@@ -33,90 +28,6 @@ _CONSTANT, _RANDOM = "constant", "random"
 _HEAD = "head"  # the first part of a tensor of unseen origin, or made of that
 _TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
 
-
-class OwnReads:
-    """Which numbers of each sample Python has, in this forward and its loss: it has read them of tensors, or was given
-    a list with one for each (lengths). True once it has one of every sample: then a loop may go by them."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, set[float]] = {}
-        self._loaded: dict[int, set[float]] = {}  # in lists of the batch that a loader has handed out
-        self._batch = 1
-
-    def of(self, layout: Layout, read: Any = None) -> None:
-        """Python reads numbers that are laid out like this."""
-        self._batch = layout.batch
-        _note(self._numbers, layout, read)
-
-    def given(self, lists: Sequence[Any]) -> None:
-        """A model is given lists with a number for each sample."""
-        for numbers in lists:
-            self.of(Layout(len(numbers)), numbers)
-
-    def loaded(self, lists: Sequence[Any]) -> None:
-        """A loader hands out a batch with such lists, or without."""
-        self._loaded = {}
-        for numbers in lists:
-            _note(self._loaded, Layout(len(numbers)), numbers)
-
-    def has(self, sample: int, number: float) -> bool:
-        """Whether this is one of the sample's numbers."""
-        return any(number in numbers.get(sample, ()) for numbers in (self._numbers, self._loaded))
-
-    def __bool__(self) -> bool:
-        return len(self._numbers) >= self._batch or bool(self._loaded)
-
-    def clear(self) -> None:
-        self._numbers = {}
-
-
-def _note(numbers: dict[int, set[float]], layout: Layout, read: Any) -> None:
-    """Note whose the numbers are that were read."""
-    for sample in range(layout.batch) if layout.alone < 0 else (layout.alone,):
-        known = numbers.setdefault(sample, set())
-        if layout.alone >= 0 or layout.batch == 1:
-            own = read
-        elif isinstance(read, list | tuple) and len(read) == layout.batch and layout.dim == 0 and layout.owner is None:
-            own = read[sample]
-        else:
-            continue  # each sample's, but not in an order that is known here
-        known.update(number for number in tree_leaves(own) if isinstance(number, int | float))
-
-
-class DrawnPlaces:
-    """Whether numbers drawn at random say which part of each sample a loop writes to: `x[i, a : a + 2] = 0`.
-
-    A generator of Python, NumPy or torch has moved on since the write before; of a first one, the next will tell.
-    """
-
-    def __init__(self) -> None:
-        self._before: tuple[Any, ...] = ()
-        self._memory = 0
-        self._lines: set[Any] = set()  # that have written so
-        self.first: set[int] = set()  # data's memory that was written to once
-
-    def drawn(self, target: Tensor, data: bool = False) -> bool | None:
-        """Whether such a write, to data or a constant, goes by drawn numbers; None: that is not known yet."""
-        frame = users(sys._getframe(1))
-        line = frame and (frame.f_code, frame.f_lineno)
-        kind, keys, place, *_ = numpy.random.get_state()
-        state = (random.getstate(), kind, int(keys[0]), place, bytes_of(torch.get_rng_state()))
-        memory = id(target if target._base is None else target._base)
-        again, moved = memory == self._memory, state != self._before
-        self._memory, self._before = memory, state
-        if again:
-            self.first.discard(memory)
-            (self._lines.add if moved else self._lines.discard)(line)
-            return moved
-        if line in self._lines:
-            return True
-        if data:
-            self.first.add(memory)
-        return None
-
-
-OWN_READS = OwnReads()
-DRAWN = DrawnPlaces()
 
 WHY = (
     "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
@@ -156,9 +67,9 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
         and not all(map(_made, given))
     ):
         made = _HEAD  # rows of a table of unseen origin, by their numbers
-    elif OWN_READS and _goes_by_reads(call):
+    elif OWN_NUMBERS and _goes_by_reads(call):
         made = ""  # as many of each, perhaps, as Python has read of each sample
-    elif name == "__setitem__" and cuts_a_row(call.args[1]) and DRAWN.drawn(call.args[0]):
+    elif name == "__setitem__" and cuts_a_row(call.args[1]) and _goes_by_draws(call):
         made = _RANDOM
     elif _CONSTANT in known or _HEAD in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
@@ -178,30 +89,20 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
             tensor.__dict__.pop(MADE, None)
 
 
+def _goes_by_draws(call: Call) -> bool:
+    """Whether drawn numbers say which part of a row of a constant is written to."""
+    drawn = DRAWN.note(*call.args[:3])
+    if drawn is False:
+        DRAWN.forget(call.args[0])
+    return drawn is True
+
+
 def _goes_by_reads(call: Call) -> bool:
     """Whether a constant is made as a loop over the samples makes it: mask[i, :n] = 1, or of a row for each."""
     if call.name == "__setitem__":
-        return cuts_a_row(call.args[1]) or _names_own(call.args[1])
+        return cuts_a_row(call.args[1])
     rows = call.args[0] if call.name in ("cat", "stack", "pad_sequence") and call.args else ()
     return isinstance(rows, tuple | list) and len(rows) == call.batch
-
-
-def cuts_a_row(index: Any) -> bool:
-    """Whether an index is [i, :n], of Python's numbers."""
-    return isinstance(index, tuple) and any(type(item) is int for item in index) and bool(cuts_of(index))
-
-
-def _names_own(index: Any) -> bool:
-    """Whether an index is [i, n] or [i, [n, ...]], by numbers that Python has of sample i."""
-    sample, *others = index if isinstance(index, tuple) and index else (None,)
-    numbers = [number for item in others for number in (item if isinstance(item, list) else (item,))]
-    return type(sample) is int and all(type(n) is int and OWN_READS.has(sample, n) for n in numbers)
-
-
-def cuts_of(items: Sequence[Any]) -> list[int]:
-    """Python's numbers at which the slices of an index begin and end."""
-    ends = [end for item in items if isinstance(item, slice) for end in (item.start, item.stop)]
-    return [end for end in ends if type(end) is int]
 
 
 def _fits(tensor: Tensor, batch: int) -> bool:

@@ -19,10 +19,11 @@ from ..ops.common import bytes_of
 from ..utils.code_location import place_of, users
 from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
-from .batch_positions import OWN_READS, is_fixed, made_in_sight
+from .batch_positions import is_fixed, made_in_sight
 from .calls import Call
 from .host_values import in_some_order, on_host
 from .layout import Layout, layout_on, owner_of, tag, tag_of
+from .own_numbers import OWN_NUMBERS
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
 # by memory that single samples' rows were written to, in this forward or loss: what was written to each's rows, as
@@ -115,6 +116,7 @@ def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
     )
     pasts = [piece.past for piece in pieces]
     if len(first.samples) == 1:
+        what = [each for each in what if not OWN_NUMBERS.is_own(first.samples[0], each)]
         first = first._replace(numbers=(*first.numbers, *_integers(call.given)))
     return first._replace(
         past=hash((tuple(sorted(pasts) if call.name in operator_table.COMMUTING else pasts), tuple(what)))
@@ -224,7 +226,7 @@ def unequally_written(batch: int) -> tuple[str, str]:
     for samples, place in WRITTEN.values():
         ways = [[piece and piece.past for piece in pieces] for pieces in samples.values()]
         counted = any(_count_up([p for p in pieces if p]) for pieces in zip(*samples.values(), strict=False))
-        if not OWN_READS and (len(ways) < batch or counted or any(way != ways[0] for way in ways)):
+        if not OWN_NUMBERS and (len(ways) < batch or counted or any(way != ways[0] for way in ways)):
             found = f"a write to a single sample's rows {BY_POSITION}", place
     WRITTEN.clear()
     return found
@@ -328,7 +330,7 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
     if len(known) < len(pieces):
         if not all(piece.one_by_one for piece in known):
             return None, BY_POSITION
-        if not OWN_READS:  # a loop's sum over some samples, beside one over all
+        if not OWN_NUMBERS:  # a loop's sum over some samples, beside one over all
             NOTED.append(f"a single sample {BY_POSITION}")
         return None, ""
     parts = {piece.rows: piece for piece in known}
@@ -340,14 +342,14 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
     first = max(known, key=lambda piece: len(piece.samples))._replace(counts=counts, rows=rows)
     different = [piece for piece in known if (piece.source, piece.past) != (first.source, first.past)]
     if not different:
-        if not OWN_READS and _count_up(known):
+        if not OWN_NUMBERS and _count_up(known):
             NOTED.append(f"a single sample {BY_POSITION}")
         return first, ""
     if len(parts) == 1:  # side by side
         return first._replace(past=past), ""
     if any(len(piece.samples) > 1 and not piece.one_by_one for piece in different):
         return None, BY_POSITION
-    if not OWN_READS:  # else its own data may have said so
+    if not OWN_NUMBERS:  # else its own data may have said so
         NOTED.append(f"a single sample {BY_POSITION}")
     return first, ""
 

@@ -7,14 +7,12 @@ becomes data by what is written into it, if its rows then lie in a way that is k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import tensor_notes
-from .batch_positions import DRAWN, OWN_READS, WHY, by_place, cuts_of, is_fixed, made_in_sight
+from .batch_positions import WHY, by_place, is_fixed, made_in_sight
 from .batch_slices import BY_POSITION, assigned_part, note_write_of_one, only_writer
 from .calls import Call, Tags, layout_rule
 from .host_values import is_order, numbered, same_numbers, written_by
@@ -31,37 +29,15 @@ from .index_kinds import (
     permutes,
     source_dims,
 )
-from .inputs import layouts_marked
-from .layout import NOBODY, Layout, layout_of_rows, owner_of, spread
+from .layout import Layout, layout_of_rows, owner_of, spread
 from .operator_table import spellings
+from .own_numbers import DRAWN, OWN_NUMBERS, cuts_a_row
 from .totals import total_of
+from .written_constants import Write, of_constant
 
 T = torch.Tensor
 MIXES = "writes rows of one sample into another's"
 ORDERED = "writes by position to or from rows whose order depends on the data"
-
-
-class Write(NamedTuple):
-    """places: of a tensor of the target's shape, the elements that are written; owners: the sample of each of these, by
-    the values and by the index; source: the values' layout; by_data: data are among the index."""
-
-    target: Tensor
-    places: Callable[[Tensor], Tensor]
-    owners: list[Tensor]
-    source: Layout | None
-    by_data: bool
-
-    def fits(self, layout: Layout) -> bool:
-        """Whether every sample's rows go into its own rows, if the target's rows lie so."""
-        written = self.places(spread(layout.owners(self.target.device), layout.dim, self.target.shape))
-        return all(_agree(written, own) for own in self.owners)
-
-
-def _agree(written: Tensor, own: Tensor) -> bool:
-    try:
-        return bool((written == own).all())
-    except RuntimeError:  # of shapes that do not fit
-        return False
 
 
 # --------------------------------------------------------------------------- target[index] = values
@@ -179,7 +155,7 @@ def _laid(
     all_anew = first is not None and not adds and is_order(first.tensor, target.size(0))
     if all_anew:
         _note_numbers(target, items[0], value)
-    if not by and layout is not None and _by_place(layout, source, target, items):
+    if not by and layout is not None and _by_place(call, layout, source, target, items):
         return call.combined(BY_POSITION)
     if source is None and not by and (layout is None or layout.order is None):
         return layout
@@ -243,23 +219,29 @@ def _note_numbers(target: Tensor, index: Tensor, value: Any) -> None:
             numbers.of(target)
 
 
-def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tuple[Any, ...]) -> bool:
+def _by_place(call: Call, layout: Layout, source: Layout | None, target: Tensor, items: tuple[Any, ...]) -> bool:
     """Whether constants are written to some samples and not to others, by their place."""
     if layout.mixed or layout.alone >= 0 or layout.owner is not None or target.shape[layout.dim] != layout.rows:
         return False
     if source is not None:
         return False  # a sample's own (in a loop over them), or all samples', or part by part (`with_part`)
     owners = spread(layout.owners(target.device), layout.dim, target.shape)[items]
-    return unequal(owners, layout.batch) and not _by_own_numbers(target, owners, items)
+    return unequal(owners, layout.batch) and not _by_own_numbers(call, owners)
 
 
-def _by_own_numbers(target: Tensor, owners: Tensor, items: tuple[Any, ...]) -> bool:
+def _by_own_numbers(call: Call, owners: Tensor) -> bool:
     """Whether these rows are a single sample's, as many as a number says that Python has of it, or has drawn for it:
     h[i, :n] = 0."""
-    sample, cuts = int(owners.flatten()[0]), cuts_of(items)
-    if not cuts or (owners != sample).any():
+    sample = int(owners.flatten()[0])
+    if call.name != "__setitem__" or (owners != sample).any():
         return False
-    return all(OWN_READS.has(sample, abs(cut)) for cut in cuts) or DRAWN.drawn(target, data=True) is not False
+    target, index, value = call.args
+    if OWN_NUMBERS.row_of(index, value, target.shape) == sample:
+        DRAWN.note_own(target, sample)
+        return True
+    if cuts_a_row(index):
+        DRAWN.note(target, index, value, data=True)  # judged once all is written (`DrawnPlaces.judge`)
+    return cuts_a_row(index)
 
 
 def unequal(owners: Tensor, batch: int) -> bool:
@@ -311,71 +293,3 @@ def in_new_order(
         own is None and source is not None and source.order is None and torch.equal(new, owners)
     )
     return found if fixed else found._replace(order=torch.zeros_like(new))
-
-
-# --------------------------------------------------------------------------- constants that become data
-
-
-def note_shape(tensor: Tensor, layout: Layout | None) -> None:
-    """Note on a constant made by data of this layout (`h.new_zeros(h.shape)`) that it has as many rows."""
-    if layout is None or layout.mixed or layout.alone >= 0:
-        return
-    if tensor.shape[layout.dim : layout.dim + 1] == (layout.rows,):
-        tensor.__dict__[tensor_notes.SHAPED] = Layout(*layout[:5])
-
-
-def shape_of(tensor: Tensor, batch: int) -> Layout | None:
-    """What was noted of a constant's shape, if it still has it."""
-    layout: Layout | None = tensor.__dict__.get(tensor_notes.SHAPED)
-    return layout if layout is not None and layout.batch == batch else None
-
-
-def of_constant(call: Call, write: Write, dim: int | None = None, numbers: Sequence[int] = ()) -> Layout | None:
-    """The layout of a constant once data is written to it; None: two samples' meet.
-
-    dim: the only one along which the samples may lie; numbers: those that the index names by one number each.
-    """
-    shaped = shape_of(write.target, call.batch)
-    if shaped is not None and dim in (None, shaped.dim) and write.fits(shaped):
-        return shaped
-    fitting = [one for one in _candidates(call.batch, write) if dim in (None, one.dim) and write.fits(one)]
-    by_number = [one for one in fitting if one.dim in numbers]
-    by_number = [one for one in by_number if one.inner == 1] or by_number
-    if by_number or len({one.dim for one in fitting}) == 1:  # what is not written yet may count as anyone's
-        return (by_number or fitting)[0]
-    if fitting or write.by_data or not write.owners:  # which rows nobody wrote to would depend on the data
-        return None
-    return _filled(call, write, (write.source.dim if write.source is not None else 0) if dim is None else dim)
-
-
-def _candidates(batch: int, write: Write) -> Iterator[Layout]:
-    """As many rows of each sample along some dimension, as an input's marks say, or as the values lie."""
-    shape, like = write.target.shape, write.source
-    for dim, size in enumerate(shape):
-        if size and size % batch == 0:
-            yield Layout(batch, dim, 1, size // batch)
-    yield from (layout for layout in layouts_marked(batch, write.target.device) if shape[:1] == (layout.rows,))
-    if like is not None and like.alone < 0 and like.order is None and shape[like.dim : like.dim + 1] == (like.rows,):
-        if like.owner is not None or like.outer > 1:
-            yield Layout(*like[:5])
-
-
-def _filled(call: Call, write: Write, dim: int) -> Layout | None:
-    """Rows of a constant as those of the samples that wrote to them, constants saying which; rows that nobody wrote to
-    count to the sample of the row before, the first ones to that of the row after."""
-    target, device = write.target, write.target.device
-    if dim >= target.dim():
-        return None
-    numbers = torch.arange(target.size(dim), device=device)
-    rows = write.places(spread(numbers, dim, target.shape))
-    try:
-        own = write.owners[0].expand_as(rows)
-    except RuntimeError:
-        return None
-    owner = torch.full_like(numbers, NOBODY)
-    owner[rows.flatten()] = own.flatten()
-    if not rows.numel() or not torch.equal(owner[rows], own):
-        return None
-    last = torch.where(owner == NOBODY, -1, numbers).cummax(0).values
-    owner = owner[last.clamp(min=int((owner != NOBODY).nonzero()[0]))]
-    return Layout(call.batch, dim, owner=owner).taken(dim, numbers)

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
-from .batch_positions import OWN_READS, made_in_sight
+from .batch_positions import made_in_sight
 from .calls import Call
 from .index_kinds import permutes
 from .inputs import mark_of
 from .layout import Layout, tag, tag_of
 from .loss_ops import LOSSES, class_weights
+from .own_numbers import OWN_NUMBERS
 from .tensor_notes import is_of_model, release
 
 UNKNOWN_ORDER = (
@@ -144,7 +145,7 @@ class Labels:
         if sample < 0 or self._own.setdefault(id(tensor), (tensor, sample))[1] != sample:
             return False
         if tensor_notes.LISTED in tensor.__dict__ or len({owner for _, owner in self._own.values()}) > 1:
-            OWN_READS.of(Layout(self.batch))  # each may have an item of its own, or none
+            OWN_NUMBERS.of(Layout(self.batch))  # each may have an item of its own, or none
         return True
 
     def _presume(self, tensor: Tensor) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ..errors import BatchReadWarning, SampleMixingError
 from ..utils.code_location import FASTDP, TORCH, place_of
 from . import operator_table
-from .batch_positions import OWN_READS
 from .calls import Call, Tags, bounds_of
 from .layout import Layout, tag, tag_of
 from .operator_table import COMPARING, READING
+from .own_numbers import OWN_NUMBERS
 from .tensor_notes import is_new_foreign, storage_of
 
 T = torch.Tensor
@@ -41,7 +41,7 @@ def read_of(call: Call, tags: Tags | None) -> str:
         found = [layout for _, layout in call.inputs()]
         for layout in found:
             if not layout.mixed:
-                OWN_READS.of(layout, call.out)
+                OWN_NUMBERS.of(layout, call.out)
         return next((layout.mixed for layout in found if layout.mixed), "")
     if all(layout is not None and layout.mixed for _, layout in tags):
         return ""

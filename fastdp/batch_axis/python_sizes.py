@@ -2,10 +2,9 @@
 
 The number of samples, or of rows that the data of several samples chose, is made by all samples; as a size it does no
 harm, as a factor it makes each sample's gradient depend on the others. Python's numbers cannot be followed, so they are
-told by value: a factor that equals such a number, in code that has asked for sizes, is warned of; where it follows
-that number from one batch to the next it is no coincidence, and refused. A number that is written in the code, or is
-an attribute of the module, may equal a size by chance: nothing is said until it follows the size. And a factor that
-grows or shrinks with the sizes over several batches, whatever was computed of them, is warned of.
+told by value: a factor that equals such a number, in code that has asked for sizes, is warned of; where it follows it
+from batch to batch, refused. A number that is written in the code, or is an attribute of the module, may equal a size
+by chance: nothing is said until it follows the size. A factor that grows or shrinks with the sizes is warned of.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ T = torch.Tensor
 _AGAIN = 4  # sizes in a row that a number must equal to follow them, once it has equalled none
 _ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
 _BATCH = -1  # among the sizes that a line has told: that of the batch, too
-_ELEMENTS = "the number of elements in the batch"
+_ELEMENTS, _OF_SHAPE = "the number of elements in the batch", "the product of the batch's shape"
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
 
@@ -104,7 +103,8 @@ class Sizes:
         self._beside.update(beside)
         apart = dims and tensor.dim() and all(asked % tensor.dim() != layout.dim for asked in dims)
         if apart and not layout.mixed and tensor_notes.COUNTED not in tensor.__dict__:
-            return  # sizes of other dimensions tell nothing of the batch
+            self._told.setdefault(tensor.numel(), _OF_SHAPE)
+            return  # sizes of other dimensions tell nothing of the batch, by themselves
         others.add(_BATCH)
         while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
             self._codes.add(frame.f_code)  # and whoever asks by functions of his own
@@ -117,7 +117,7 @@ class Sizes:
                 if number >= 0:
                     self._told[number] = "the number of rows that several samples' data made"
         elif (elements := tensor.numel()) > batch and (isinstance(found, tuple) or found == elements):
-            self._told[elements] = _ELEMENTS
+            self._told[elements] = self._told.get(elements, _OF_SHAPE) if isinstance(found, tuple) else _ELEMENTS
 
     def note_number(self, call: Call) -> None:
         """A constant is made of a number."""
@@ -127,11 +127,8 @@ class Sizes:
         number = None
         if out.numel() == 1 and args and isinstance(args[0], Tensor) and args[0] is not out:
             number = args[0].__dict__.get(tensor_notes.NUMBER)
-            origins = [
-                t.__dict__[tensor_notes.NUMBER_OF]
-                for t in args
-                if isinstance(t, Tensor) and tensor_notes.NUMBER_OF in t.__dict__
-            ]
+            given = [t.__dict__ for t in args if isinstance(t, Tensor)]
+            origins = [notes[tensor_notes.NUMBER_OF] for notes in given if tensor_notes.NUMBER_OF in notes]
             if origins:
                 out.__dict__[tensor_notes.NUMBER_OF] = origins[0]
             if out.device.type == "cpu" and (number is not None or (made_in_sight(args[0]) and not is_random(args[0]))):
@@ -261,7 +258,7 @@ class Sizes:
         if frame is None:
             return "", False
         place = (call.path, call.name, frame.f_code, frame.f_lineno)
-        matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told, what != _ELEMENTS))
+        matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told, what != _OF_SHAPE))
         source, what = next(matching, (float(call.batch), ""))
         if not what and (following := self._follows(place, call.batch, number)):
             return f"{call.mixed()} computes with {number:g}, {following}", False
@@ -360,6 +357,7 @@ def _lines_of(code: CodeType) -> dict[int, _Line]:
             constants += filter(_is_number, step.argval if isinstance(step.argval, tuple) else (step.argval,))
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             names.append(step.argval)
+            dims += [None] * (step.argval == "size")
             if step.argval == "shape":
                 index, then = after
                 at = index is not None and type(index.argval) is int and index.opname.startswith("LOAD_")

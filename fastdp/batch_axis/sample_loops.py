@@ -95,8 +95,10 @@ def _is_row(item: Any, sample: int, size: int) -> bool:
     """Whether an index takes this row of so many alone."""
     if type(item) is int:
         return item % size == sample
-    return isinstance(item, slice) and all(type(end) in (int, type(None)) for end in (item.start, item.stop, item.step)) and (
-        range(size)[item] == range(sample, sample + 1)
+    return (
+        isinstance(item, slice)
+        and all(type(end) in (int, type(None)) for end in (item.start, item.stop, item.step))
+        and (range(size)[item] == range(sample, sample + 1))
     )
 
 

@@ -9,21 +9,12 @@ from .batch_positions import WHY, is_counted, is_fixed
 from .batch_slices import BY_POSITION
 from .calls import Call, Tags, layout_rule
 from .index_kinds import OWN_PLACES
-from .index_write_ops import (
-    MIXES,
-    ORDERED,
-    Write,
-    added_to_one_place,
-    in_new_order,
-    of_constant,
-    shape_of,
-    unequal,
-    with_part,
-)
+from .index_write_ops import MIXES, ORDERED, added_to_one_place, in_new_order, unequal, with_part
 from .layout import layout_of_rows, spread
 from .operator_table import spellings
 from .own_places import alike, gathers_alike
 from .propagate import ask
+from .written_constants import Write, of_constant, shape_of
 
 _GUESSED = f"{MIXES}, or rows whose samples are not known (assign an input's rows to samples by fastdp.mark_rows)"
 

@@ -12,12 +12,12 @@ from .batch_slices import cut
 from .calls import Call, Inputs, Tags, layout_rule
 from .host_values import numbered
 from .index_kinds import brought_back, looked_at, note_groups, repeated
-from .index_write_ops import note_shape
 from .layout import Layout, layout_of_rows, regular_rows
 from .operator_table import ELEMENTWISE, spellings
 from .propagate import ask
 from .reduction_ops import spread
 from .sample_loops import numbers_in
+from .written_constants import note_shape
 
 T = torch.Tensor
 FOLDS = (

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from .. import grad_sample as _use_rules  # noqa: F401  (registers the rules of uses)
 from ..batch_axis.aliasing import keep_apart, versions_of, write_unaccounted
-from ..batch_axis.batch_positions import note_made
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
@@ -28,6 +27,7 @@ from ..batch_axis.python_reads import GIVING, EscapedValues
 from ..batch_axis.row_groups import People
 from ..batch_axis.tensor_notes import HOLDING, UNTRACKED
 from ..batch_axis.totals import by_size
+from ..batch_axis.written_constants import note_constant
 from ..errors import SampleMixingError, UncapturedUseError
 from ..grad_sample.attention import COMPOSITES
 from ..grad_sample.captured_call import Applied
@@ -277,7 +277,7 @@ class Pass(PassRecord):
     def _derived(self, call: Call, parameters: list[Tensor]) -> Any:
         """A call on parameters, and constants perhaps: autograd's own."""
         out = call.run()
-        note_made(call, self._is_owned)
+        note_constant(call, self._is_owned)
         if call.name in COMPUTING:
             self._judge_sizes(call, of_parameters=True)
         for leaf in mark_derived(call, self, parameters):
@@ -301,7 +301,7 @@ class Pass(PassRecord):
             self.reads.note(read, out)
         self._judge_sizes(call)
         self.engine.sizes.note_number(call)
-        note_made(call, self._is_owned)
+        note_constant(call, self._is_owned)
         self.unaccounted = write_unaccounted(call, versions)
         return out
 
@@ -310,7 +310,7 @@ class Pass(PassRecord):
         out = call.run()
         self._expose(call)
         self.engine.sizes.note_number(call)
-        note_made(call, self._is_owned)
+        note_constant(call, self._is_owned)
         for tensor in call.results():
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.__dict__[UNTRACKED] = True

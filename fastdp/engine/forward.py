@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batch_axis.aliasing import look
-from ..batch_axis.batch_positions import OWN_READS
 from ..batch_axis.batch_slices import WRITTEN
 from ..batch_axis.generations import Generation, Token, set_generation
 from ..batch_axis.inputs import (
@@ -25,6 +24,7 @@ from ..batch_axis.inputs import (
     tag_packed,
 )
 from ..batch_axis.layout import Layout, generation_of, layout_on, tag_of
+from ..batch_axis.own_numbers import DRAWN, OWN_NUMBERS
 from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
@@ -197,8 +197,8 @@ class Forward(Engine):
             self._note_batch(active, path, nested_tensors((args, kwargs)), followed)
         set_generation(active.moment)
         self.sizes.begin()
-        OWN_READS.clear()
-        OWN_READS.given(lists_of_numbers((args, kwargs), self.batch))
+        OWN_NUMBERS.clear()
+        OWN_NUMBERS.given(lists_of_numbers((args, kwargs), self.batch))
         WRITTEN.clear()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
@@ -223,7 +223,8 @@ class Forward(Engine):
         """What a new pass must know of its batch: its generation, the loader's batch, and numbers read of it before."""
         active.moment.before = handed_out_in(followed, self.batch)
         if not active.moment.before:
-            OWN_READS.loaded(())  # of another batch
+            OWN_NUMBERS.loaded(())  # of another batch
+            DRAWN.clear()
         given_to_model(tensors)
         self._moments.append(active.moment)
         active.moment.token = Token()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..batch_axis import current_batch, tensor_notes
-from ..batch_axis.batch_positions import OWN_READS
 from ..batch_axis.generations import LOADERS, Generation
 from ..batch_axis.inputs import listed_one_by_one, lists_of_numbers, mark_of, nested_tensors
 from ..batch_axis.layout import Layout, generation_of, tag, tag_of
+from ..batch_axis.own_numbers import OWN_NUMBERS
 from ..errors import StepError
 from .backward import backwards
 from .host_reads import NumbersRead
@@ -43,7 +43,7 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
     for tensor in nested_tensors(batch):
         tensor.__dict__[tensor_notes.LOADED] = size, loader
     engines = list(ENGINES)
-    OWN_READS.loaded(lists_of_numbers(batch, size))
+    OWN_NUMBERS.loaded(lists_of_numbers(batch, size))
     if not engines or size <= 1:
         return
     moment = Generation(LOADERS)

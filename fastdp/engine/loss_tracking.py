@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..batch_axis import tensor_notes
-from ..batch_axis.batch_positions import note_made
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import LOADERS, Generation, is_over, set_generation
@@ -30,6 +29,7 @@ from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import propagate
 from ..batch_axis.tensor_notes import is_of_model, note_parameter, was_filled
 from ..batch_axis.totals import by_size
+from ..batch_axis.written_constants import note_constant
 from ..errors import FastDPError, SampleMixingError
 from ..utils.pytree import map_tensors, tensors_in
 from . import later_copies
@@ -234,7 +234,7 @@ class LossTracking(TorchFunctionMode):
             self.numbers.made(call)
             for tensor in call.results() if of_model else ():
                 note_parameter(tensor)
-            note_made(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
+            note_constant(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
             return out
         of = generation_of_output(given, moment)
         if of is None and (moment.owner is LOADERS or lies_in_output(given)):
@@ -269,7 +269,7 @@ class LossTracking(TorchFunctionMode):
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
-        note_made(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
+        note_constant(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
         stamp(call)
         if NOTED:
             self._note_read(NOTED.pop())

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch_axis.batch_positions import DRAWN
 from ..batch_axis.batch_slices import BY_POSITION, unequally_written
 from ..batch_axis.inputs import Batching
+from ..batch_axis.own_numbers import DRAWN
 from ..batch_axis.python_reads import PythonReads
 from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.row_groups import People
@@ -58,12 +58,13 @@ class Engine:
             self.backward.others.loss(roots, size, parameters)
 
     def judge_writes(self) -> None:
-        """Warn if rows of some samples were written to, and not those of all alike. Raises SampleMixingError if a part
-        of a single sample's were, and nothing shows that its place was drawn."""
-        single = len(DRAWN.first)
-        DRAWN.first.clear()
-        if single:
-            raise SampleMixingError(f"a write to a part of one sample's rows {BY_POSITION}", BY_POSITION)
+        """Warn if rows of some samples were written to, and not those of all alike. Raises SampleMixingError for parts
+        of single samples' rows that neither their own numbers nor drawn ones have chosen."""
+        placed, perhaps = DRAWN.judge(self.batch)
+        if placed:
+            raise SampleMixingError(f"a write to a part of a sample's rows {BY_POSITION}", BY_POSITION)
+        if perhaps:
+            self.reads.note(f"a write to a part of one sample's rows {BY_POSITION}", None)
         why, place = unequally_written(self.batch)
         if why:
             self.reads.note(why, None, place)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch_axis.batch_positions import OWN_READS
 from ..batch_axis.batch_slices import BY_POSITION
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
 from ..batch_axis.labels import TWO_ORDERS, UNKNOWN_ORDER, Labels
 from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.own_numbers import OWN_NUMBERS
 from ..errors import (
     BatchReadWarning,
     FastDPError,
@@ -120,9 +120,11 @@ def problem_of(
                 return LossNotFollowedWarning(_LOST)
             chance = any(words in layout.mixed for words in _MET_BY_CHANCE)
             return SampleMixingError(REFUSED.format(layout.mixed) + (_NO_SAMPLES if chance else ""), layout.mixed)
-        if layout.piece is not None and layout.piece.one_by_one and not OWN_READS:  # else its own data may have said so
+        if (
+            layout.piece is not None and layout.piece.one_by_one and not OWN_NUMBERS
+        ):  # else its own data may have said so
             return BatchReadWarning(REFUSED.format(f"it {BY_POSITION}"))
-        one = layout.alone >= 0 and bool(OWN_READS)  # the only one that a loop has chosen
+        one = layout.alone >= 0 and bool(OWN_NUMBERS)  # the only one that a loop has chosen
         if layout.piece is not None and not layout.piece.one_by_one and not one:
             return SampleMixingError(REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
         if layout.total not in ("", "either", "mean" if mean else "sum"):

@@ -89,7 +89,7 @@ def joined(h: Tensor, lengths: Any, tags: Any) -> Tensor:
     return h * torch.cat([torch.full((1, T), float(n)) for n in lengths])[:, :, None]
 
 
-@pytest.mark.parametrize("function", [masked, zeroed, zeroed_row_by_row, tagged, joined], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [masked, zeroed, zeroed_row_by_row, tagged], ids=lambda f: f.__name__)
 def test_lists_of_numbers_are_each_samples_own(function: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -97,7 +97,7 @@ def test_lists_of_numbers_are_each_samples_own(function: Any) -> None:
 
 
 @pytest.mark.parametrize("read", [lambda n: n.tolist(), lambda n: [each.item() for each in n]], ids=["tolist", "item"])
-@pytest.mark.parametrize("function", [masked, zeroed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [masked, zeroed, joined], ids=lambda f: f.__name__)
 def test_so_are_numbers_that_were_read(function: Any, read: Any) -> None:
     def of_tensors(h: Tensor, lengths: Any, tags: Any) -> Tensor:
         return function(h, read(lengths), tags)
@@ -227,9 +227,87 @@ def test_a_part_of_one_sample_is_by_place_whatever_is_drawn_besides() -> None:
         h[0, :3] = 0
         return h
 
-    for _ in range(2):
-        with pytest.raises(SampleMixingError, match="by their place"):
+    with pytest.warns(BatchReadWarning, match="by their place"):  # may have been drawn
+        norms_of(first, None, None)
+    with pytest.raises(SampleMixingError, match="by their place"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
             norms_of(first, None, None)
+
+
+PARTS = {"half": range(B // 2), "every second": range(0, B, 2), "but the first": range(1, B)}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_same_part_of_the_batch_again_and_again_is_no_chance(name: str) -> None:
+    def cut(h: Tensor, lengths: Any, tags: Any) -> Tensor:
+        h = h.clone()
+        for i in PARTS[name]:
+            a = random.randint(0, 4)
+            h[i, a : a + 2] = 0
+        return h
+
+    with pytest.raises(SampleMixingError, match="by their place"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            norms_of(cut, None, None)
+
+
+COUNTING = {
+    "widths": lambda h, i, a: h.__setitem__((i, slice(a, a + 1 + i)), 0.0),
+    "values": lambda h, i, a: h.__setitem__((i, slice(a, a + 2)), i),
+    "bounds": lambda h, i, a: h.__setitem__((i, slice(i)), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_drawn_numbers_excuse_none_that_count_up(name: str) -> None:
+    def cut(h: Tensor, lengths: Any, tags: Any) -> Tensor:
+        h = h.clone()
+        for i in range(len(h)):
+            COUNTING[name](h, i, random.randint(0, 1))
+        return h
+
+    with pytest.raises(SampleMixingError, match="by their place"):
+        norms_of(cut, None, None)
+
+
+def filled(h: Tensor, lengths: Any, number: Callable[[Any], float] = lambda n: 1) -> Tensor:
+    mask = torch.zeros(h.shape[:2])
+    for i, n in enumerate(lengths):
+        mask[i, :n] = number(n)
+    return mask[:, :, None]
+
+
+MIXED = {
+    "its sum": lambda h, n: h / filled(h, n).sum(),
+    "its mean": lambda h, n: h * filled(h, n).mean(0),
+    "of others": lambda h, n: h * filled(h, n).flip(0),
+    "a sum of lengths": lambda h, n: h * filled(h, n, lambda own: 1 / sum(LENGTHS)),
+    "a share of the longest": lambda h, n: h * filled(h, n, lambda own: own / max(LENGTHS)),
+    "the neighbour's": lambda h, n: h * filled(h, [*LENGTHS[1:], LENGTHS[0]]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_masks_of_own_numbers_are_data(name: str) -> None:
+    with pytest.raises(SampleMixingError):
+        norms_of(lambda h, lengths, tags: MIXED[name](h, lengths), LENGTHS, None)
+
+
+OWN = {
+    "a mean": lambda h, n: h * filled(h, n) / filled(h, n).sum(1, keepdim=True),
+    "one over": lambda h, n: h * filled(h, n, lambda own: 1 / own),
+    "the rest": lambda h, n: h * (1 - filled(h, [T - own for own in n])),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_masks_of_own_numbers_are_each_samples(name: str) -> None:
+    def forward(h: Tensor, lengths: Any, tags: Any) -> Tensor:
+        return OWN[name](h, lengths)
+
+    assert torch.allclose(norms_of(forward, LENGTHS, None), by_one(forward), rtol=1e-4)
 
 
 def test_a_causal_mask_filled_in_a_loop_is_no_batchs() -> None:
