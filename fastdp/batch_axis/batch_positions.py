@@ -90,8 +90,11 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
 
 
 def _goes_by_draws(call: Call) -> bool:
-    """Whether drawn numbers say which part of a row of a constant is written to."""
-    drawn = DRAWN.note(*call.args[:3])
+    """Whether drawn numbers say which part of a sample's row of a constant is written to."""
+    target, index, value = call.args
+    if not any(type(item) is int and size == call.batch for item, size in zip(index, target.shape, strict=False)):
+        return False
+    drawn = DRAWN.note(target, index, value)
     if drawn is False:
         DRAWN.forget(call.args[0])
     return drawn is True

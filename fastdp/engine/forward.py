@@ -332,9 +332,8 @@ class Forward(Engine):
         layouts: list[Layout] = []
         arrivals: list[Arrival] = []
         for tensor in nested_tensors(out if apart is None else apart):
-            if (
-                tensor.requires_grad and not tensor.is_leaf and link_of(tensor) is None
-            ):  # (a parameter, or made of some)
+            # (leaves, and what is made of parameters alone, need no watch: no sample's gradient arrives there)
+            if tensor.requires_grad and not tensor.is_leaf and link_of(tensor) is None:
                 layout = look(tensor, tag_of(tensor, self.batch), self.batch) or unseen
                 arrivals.append(Arrival(self.backward, layout))
                 on_gradient(tensor, arrivals[-1])
