@@ -174,20 +174,20 @@ class DrawnPlaces:
         return True in found, None in found
 
     def _judged(self, writes: _Writes, batch: int) -> bool | None:
-        samples = sorted({sample for sample, _, _ in writes.rows})
+        first = {sample % batch: what for sample, what, _ in reversed(writes.rows)}
+        samples = sorted(first)
         if len(samples) == batch and len({what for _, what, _ in writes.rows}) == 1:
             return False  # all alike
         if not writes.data and len(writes.rows) == 1:
             return False
         if not all(moved for _, _, moved in writes.rows):
             return True
-        first = {sample: what for sample, what, _ in reversed(writes.rows)}
         columns = zip(*(first[sample] for sample in samples), strict=False)
         if len(samples) >= _SEVERAL and any(_counts_up(samples, column) for column in columns):
             return True
         before, found = self._partly.get(writes.line, Counter[str]()), _parts(samples, batch)
         now = self._partly[writes.line] = Counter({part: before[part] + 1 for part in found})
-        if len(samples) == 1 < batch and not before:
+        if len(samples) == 1 < batch and not before and first[samples[0]]:
             return None  # one that was drawn, or always the same
         often = max(now.values(), default=0)
         return often >= _OFTEN or (None if often >= _OFTEN - 2 else False)
