@@ -330,8 +330,6 @@ def test_a_causal_mask_filled_in_a_loop_is_no_batchs() -> None:
     assert torch.allclose(norms_of(attended, None, None), by_one(attended), rtol=1e-4)
 
 
-# --------------------------------------------------------------------------- writes to single samples' rows
-
 ROWS = {
     "all": (lambda h, i: h[i].mul_(2.0), B),
     "all zeroed": (lambda h, i: h[i][:2].zero_(), B),
