@@ -102,7 +102,7 @@ def _rows_of_each(layout: Layout, rows: int = 0) -> list[int]:
 
 def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
     """The piece after a call on pieces of the same samples: its past is one call longer."""
-    first = pieces[0]
+    first = next((piece for piece in pieces if not piece.samples), pieces[0])  # (rows that were assigned nothing)
     if call.name in operator_table.ADDING and len({(p.past, p.counts) for p in pieces}) == 1 < len(set(pieces)):
         return first  # parts of a sample, each made in the same way, added up by a loop
     what: list[Any] = [call.name, torch.is_grad_enabled()]
@@ -156,7 +156,8 @@ def stamp(call: Call) -> None:
         if layout is not None and (layout.total or (not layout.mixed and (layout.parted or in_parts))):
             own = layout.piece
             if own is None or own in pieces:
-                new = piece if own is None else own._replace(past=piece.past, numbers=piece.numbers)
+                none = own is None or not piece.samples
+                new = piece if none else own._replace(past=piece.past, numbers=piece.numbers)
             else:  # the function's rule has noted something of its own
                 new = own._replace(past=hash((piece.past, own.past)))
             tag(tensor, layout._replace(piece=new))

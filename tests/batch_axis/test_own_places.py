@@ -56,6 +56,14 @@ OTHERS = {
     "halves of other columns": lambda m, h: (
         assigned(h, slice(2), to=slice(2)) + assigned(h, slice(2, 4), to=slice(2, 4))
     ),
+    "halves to other columns": lambda m, h: columns_assigned(h, slice(2), slice(2, None), h[:, :2]),
+    "halves of a half's columns": lambda m, h: (
+        torch.cat([torch.cat([h[:2, :2], h[2:, 2:]])] * 2, 1)
+    ),
+    "half of them without gradients": lambda m, h: torch.cat([without_gradients(m, h[:2]), h[2:] @ m.w[:C]]),
+    "half assigned, added to rows": lambda m, h: torch.stack(
+        [row + other for row, other in zip(h, assigned(h, slice(2)), strict=True)]
+    ),
     "half assigned, row by row": lambda m, h: torch.stack([row.tanh() for row in assigned(h, slice(2))]),
     "half put": lambda m, h: torch.zeros(len(h), C).index_put((ROWS(2),), h[:2]),
     "half copied": lambda m, h: torch.zeros(len(h), C).index_copy(0, ROWS(2), h[:2]),
@@ -151,6 +159,17 @@ def parts_written(memory: Tensor, h: Tensor) -> Tensor:
     return memory
 
 
+def columns_assigned(h: Tensor, first: slice, second: slice, values: Tensor) -> Tensor:
+    z = torch.ones(len(h), C)
+    z[:2, first], z[2:, second] = values[:2], values[2:]
+    return z
+
+
+def without_gradients(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return h @ m.w[:C]
+
+
 def chunks_assigned(h: Tensor, starts: Any, size: int, between: Any = lambda z: None) -> Tensor:
     z = h.new_zeros(h.shape)
     for start in starts:
@@ -204,6 +223,9 @@ def mask_of(h: Tensor, write: Callable[[Tensor, int, Tensor], Any]) -> Tensor:
 
 SAME = {
     "chunks assigned": lambda m, h: chunks_assigned(h, range(0, len(h), 3), 3).cos(),
+    "chunks assigned, one by one": writing(
+        lambda z, h: [z.__setitem__(slice(a, a + 1), h[a : a + 1].sin()) for a in range(len(h))]
+    ),
     "chunks of labels": lambda m, h: h * chunks_assigned(h.detach().round(), range(0, len(h), 2), 2),
     "a diagonal within samples": lambda m, h: cut(h).diagonal(dim1=1, dim2=2),
     "a diagonal within samples, zeroed": in_place(lambda z: z.diagonal(dim1=-1, dim2=1).zero_()),
