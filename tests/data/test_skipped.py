@@ -67,6 +67,25 @@ def test_a_loop_left_between_backward_and_step_can_be_run_again(limit, graphed):
     optimizer.detach()
 
 
+def test_the_backward_of_a_loop_that_was_left_is_not_in_the_next_step():
+    model = nn.Linear(6, 3)
+    data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+    loader = fastdp.poisson_loader(data, expected_batch_size=20)
+    optimizer = fastdp.DPSGD(model, lr=0.0, noise_multiplier=1e-6, max_grad_norm=1e3)  # clips none
+    for x, y in loader:
+        (F.cross_entropy(model(x), y) * 100).backward()
+        break
+    with pytest.warns(UserWarning, match="the loop was left with"):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            break
+    optimizer.detach()
+    weight = model.weight.detach().requires_grad_()
+    F.cross_entropy(F.linear(x, weight, model.bias.detach()), y, reduction="sum").backward()
+    torch.testing.assert_close(model.weight.grad, weight.grad / 20, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("how", ["break", "exception"])
 def test_a_loop_that_ends_with_a_batch_in_hand(how):
     model, loader, optimizer = made()
