@@ -45,7 +45,8 @@ class Piece(NamedTuple):
     """source: of which tensor it is a part (or of parts of it, joined); past: what was done to it; counts, whole: how
     many rows of each sample are in it, and in that tensor; rows: tells these rows from others.
 
-    Of one sample, numbers: by which it was indexed since; of several, one_by_one: whether a loop joined them.
+    Of one sample, numbers: by which it was indexed since; with_own: its past, and the same with its own numbers in it,
+    which the past leaves out; of several, one_by_one: whether a loop joined them.
     """
 
     source: int
@@ -55,6 +56,11 @@ class Piece(NamedTuple):
     rows: int
     numbers: tuple[int, ...] = ()
     one_by_one: bool = False
+    with_own: tuple[int, int] = (0, 0)
+
+    @property
+    def full_past(self) -> int:
+        return self.with_own[1] if self.with_own[0] == self.past else self.past
 
     @property
     def samples(self) -> list[int]:
@@ -114,13 +120,16 @@ def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
         what,
         call.name == "roll" or call.name in operator_table.COMPUTING or call.name in operator_table.ELEMENTWISE,
     )
-    pasts = [piece.past for piece in pieces]
-    if len(first.samples) == 1:
-        what = [each for each in what if not OWN_NUMBERS.is_own(first.samples[0], each)]
-        first = first._replace(numbers=(*first.numbers, *_integers(call.given)))
-    return first._replace(
-        past=hash((tuple(sorted(pasts) if call.name in operator_table.COMMUTING else pasts), tuple(what)))
-    )
+    if len(first.samples) != 1:
+        return first._replace(past=_longer([piece.past for piece in pieces], what, call))
+    rest = [each for each in what if not OWN_NUMBERS.is_own(first.samples[0], each)]
+    past = _longer([piece.past for piece in pieces], rest, call)
+    full = _longer([piece.full_past for piece in pieces], what, call)
+    return first._replace(past=past, with_own=(past, full), numbers=(*first.numbers, *_integers(call.given)))
+
+
+def _longer(pasts: list[int], what: list[Any], call: Call) -> int:
+    return hash((tuple(sorted(pasts) if call.name in operator_table.COMMUTING else pasts), tuple(what)))
 
 
 def stamp(call: Call) -> None:
@@ -157,7 +166,7 @@ def stamp(call: Call) -> None:
             own = layout.piece
             if own is None or own in pieces:
                 none = own is None or not piece.samples
-                new = piece if none else own._replace(past=piece.past, numbers=piece.numbers)
+                new = piece if none else own._replace(past=piece.past, numbers=piece.numbers, with_own=piece.with_own)
             else:  # the function's rule has noted something of its own
                 new = own._replace(past=hash((piece.past, own.past)))
             tag(tensor, layout._replace(piece=new))
@@ -226,8 +235,10 @@ def unequally_written(batch: int) -> tuple[str, str]:
     found = "", ""
     for samples, place in WRITTEN.values():
         ways = [[piece and piece.past for piece in pieces] for pieces in samples.values()]
+        full = [[piece and piece.full_past for piece in pieces] for pieces in samples.values()]
+        alike = any(all(way == each[0] for way in each) for each in (ways, full))
         counted = any(_count_up([p for p in pieces if p]) for pieces in zip(*samples.values(), strict=False))
-        if not OWN_NUMBERS and (len(ways) < batch or counted or any(way != ways[0] for way in ways)):
+        if not OWN_NUMBERS and (len(ways) < batch or counted or not alike):
             found = f"a write to a single sample's rows {BY_POSITION}", place
     WRITTEN.clear()
     return found
@@ -342,7 +353,7 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
         counts = tuple(map(sum, zip(*(piece.counts for piece in parts.values()), strict=True)))
     first = max(known, key=lambda piece: len(piece.samples))._replace(counts=counts, rows=rows)
     different = [piece for piece in known if (piece.source, piece.past) != (first.source, first.past)]
-    if not different:
+    if not different or len({(piece.source, piece.full_past) for piece in known}) == 1:
         if not OWN_NUMBERS and _count_up(known):
             NOTED.append(f"a single sample {BY_POSITION}")
         return first, ""
