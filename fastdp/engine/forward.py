@@ -116,7 +116,7 @@ class Forward(Engine):
         if not path:
             self._drop_interrupted()
         here = self.running
-        if self.graphed is not None and self.begins_pass():
+        if self.graphed is not None and self.begins_pass() and not (path and _is_guest(module)):
             self.graphed.seen(path, module)
         here.entered.append(None)
         if self.backward.public:

@@ -42,15 +42,15 @@ class StaleExample(GraphError):
 class Outputs:
     """What a forward gave for these inputs: how it is made, and the layout of each tensor. batch: its samples.
 
-    kinds: shape, type and device of each tensor; reached: the numbers of those that a backward has come to; hooked:
-    whether one had a hook of the user's then.
+    kinds: shape, type and device of each tensor; reached: the numbers of those that a backward has come to; passed:
+    whether one has come to none; hooked: whether one had a hook of the user's then.
 
     Raises GraphError where a replay cannot make it.
     """
 
     def __init__(self, out: Any, batch: int, inputs: Sequence[Tensor]) -> None:
         self._leaves, self._spec = tree_flatten(out)
-        self.batch, self.reached, self.hooked = batch, set[int](), False
+        self.batch, self.reached, self.passed, self.hooked = batch, set[int](), False, False
         self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         tensors = [self._leaves[place] for place in self._places]
         for place in self._places:
@@ -66,8 +66,8 @@ class Outputs:
         self.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self.requires_grad = [tensor.requires_grad for tensor in tensors]
         self.layouts = [_layout_of(tensor, batch) for tensor in tensors]
-        self._nodes = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
-        self._tensors = [tensor for tensor in tensors if tensor.requires_grad]  # until the backward
+        self._nodes = [(_number_of(tensor.grad_fn), tensor.output_nr) for tensor in tensors]
+        self._tensors = [tensor for tensor in tensors if tensor.requires_grad]  # until a backward
 
     def dim(self, number: int) -> int | None:
         """The dimension of a tensor along which the samples lie; None of a loss that the model computes."""
@@ -77,22 +77,16 @@ class Outputs:
 
     def look(self, roots: Sequence[Tensor]) -> None:
         """A backward begins: which tensors it comes to from without (the model may have gone on with what it gives)."""
-        nodes, self._nodes = self._nodes, []
-        if not nodes:
-            return
-        inner, waiting = set[Any](), [node for node, _ in nodes]
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in inner:
-                inner.add(node)
-                waiting += [following for following, _ in node.next_functions]
+        last = max((number for number, _ in self._nodes), default=-1)
         edges: list[Any] = [(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None]
         seen = set[Any]()
         while edges:
             node, place = edges.pop()
-            if node in inner:
-                self.reached.update(number for number, own in enumerate(nodes) if own == (node, place))
-            elif node is not None and node not in seen:
+            if node is None or node in seen:
+                continue
+            if (number := node._sequence_nr()) <= last:  # of the forward, or of what was before it
+                self.reached.update(k for k, own in enumerate(self._nodes) if own == (number, place))
+            else:
                 seen.add(node)
                 edges += node.next_functions
         hooked = (t.retains_grad or len(t._backward_hooks or ()) > 1 for t in self._tensors)  # (one is the engine's)
@@ -117,6 +111,11 @@ class Outputs:
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         return tree_unflatten(leaves, self._spec)
+
+
+def _number_of(node: Any) -> int:
+    """Autograd numbers a thread's nodes as they are made, so that what leads to a node has larger numbers."""
+    return -1 if node is None else node._sequence_nr()
 
 
 def _layout_of(tensor: Tensor, batch: int) -> Layout | None:

@@ -147,7 +147,9 @@ class GraphedForwards:
         if making() or self._forward not in ENGINES or not self._forward.begins_pass() or _transformed():
             return None
         try:
-            self._record_due()
+            for engine in list(ENGINES):  # (of another model, too, if all the forwards of a loop have one backward)
+                if engine.graphed is not None:
+                    engine.graphed.record_due()
             return self._known(path, module, args, kwargs)
         except GraphError as why:
             self._goes_eagerly(str(why))
@@ -203,10 +205,10 @@ class GraphedForwards:
             return False
         return self._free() and not self._engine.waits_for_backward()
 
-    def _record_due(self) -> None:
+    def record_due(self) -> None:
         """Record what was to be, when a backward waited for its step or a forward for its backward."""
         for shape in list(self._shapes.values()):
-            if shape.due is not None and self._may_record():
+            if shape.due is not None and self._forward.begins_pass() and self._may_record():
                 due, shape.due = shape.due, None
                 if shape.example is not None and not shape.refused:
                     with contextlib.suppress(GraphError):  # which is noted
@@ -287,11 +289,13 @@ class GraphedForwards:
     def backward_begins(self, roots: Sequence[Tensor]) -> None:
         """A backward begins, at these tensors."""
         for shape in self._shapes.values():
-            if shape.noted is not None:
-                shape.noted.look(roots)
-                if shape.noted.reached:
-                    shape.example = shape.noted
-                shape.noted = None
+            if (noted := shape.noted) is not None:
+                noted.look(roots)
+                if noted.reached:
+                    shape.example = noted
+                if noted.reached or noted.passed:  # (another model's backward may come before its own)
+                    shape.noted = None
+                noted.passed = True
 
     def gradients_asked(self) -> None:
         """torch.autograd.grad was called, of outputs perhaps, between which a replay has no graph."""

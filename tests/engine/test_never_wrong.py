@@ -340,16 +340,21 @@ def test_nested_tensors_are_named_and_refused(layout: torch.layout) -> None:
 
 
 class Shared(nn.Module):
-    """An activation that is an argument's default, and so every model's."""
+    """An activation that is an argument's default, and so every model's, between reading lengths and their use."""
 
     def __init__(self, activation: nn.Module = nn.Tanh()) -> None:  # noqa: B008
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 4), activation, nn.Linear(4, 3))
+        self.below, self.activation, self.above = nn.Linear(5, 4), activation, nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
+        lengths = (x[:, 0].abs() * 2).long().clamp(1, 4).tolist()
+        hidden, mask = self.activation(self.below(x)), torch.zeros(len(x), 4)
+        for sample, length in enumerate(lengths):
+            mask[sample, :length] = 1.0
+        return self.above(hidden * mask)
 
 
+@pytest.mark.filterwarnings("error")
 def test_models_may_share_a_module_without_parameters():
     torch.manual_seed(0)
     first, second = Shared(), Shared()

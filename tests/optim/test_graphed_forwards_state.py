@@ -21,7 +21,7 @@ from fastdp.errors import LossNotFollowedWarning, StepError
 from fastdp.graphs.halves import Halves
 from fastdp.optim import forward_shapes
 
-from .test_graphed_forwards import B, at_once, batch  # noqa: F401  (at_once is for every test)
+from .test_graphed_forwards import B, Net, at_once, batch  # noqa: F401  (at_once is for every test)
 from .test_graphed_forwards_changes import FROM, Model, Step, later, loss_of, plain, run, told_of, with_hidden
 
 SCALE = [1.0]  # kept outside of every module
@@ -310,3 +310,31 @@ def test_a_sample_that_is_not_finite_ends_no_replays() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer._privacy.graphs.replayed == 6
+
+
+@pytest.mark.parametrize("jointly", [False, True])
+def test_two_models_before_their_backwards(jointly: bool) -> None:
+    """They share a module without parameters, whose call within one model's forward is no forward of the other's."""
+
+    def run(graphed: bool) -> tuple[list[Any], list[nn.Module]]:
+        models, shared = [Net(), Net()], nn.Dropout(0.3)
+        options: dict[str, Any] = dict(lr=0.1, noise_multiplier=0.5, expected_batch_size=B, sample_rate=0.1, seed=3)
+        for model in models:
+            model.dropout = shared
+        optimizers = [fastdp.DPSGD(model, graphed=graphed, **options) for model in models]
+        torch.manual_seed(1)
+        for k in range(6):
+            losses = [F.cross_entropy(model(batch(k)[0])["logits"], batch(k)[1]) for model in models]
+            for loss in [sum(losses)] if jointly else losses:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return optimizers, models
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (_, plain), (optimizers, models) = run(False), run(True)
+    assert [optimizer._privacy.graphs.replayed for optimizer in optimizers] == [4, 3]
+    for a, b in zip(nn.ModuleList(plain).parameters(), nn.ModuleList(models).parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
