@@ -21,6 +21,17 @@ def first_three_times(z: torch.Tensor) -> torch.Tensor:
     return torch.cat([z[:, :1] * 3, z[:, 1:]], 1).T
 
 
+def sine(part: torch.Tensor, grad: bool) -> torch.Tensor:
+    with torch.set_grad_enabled(grad):
+        return part.sin()
+
+
+def half_written(h: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(h.shape)
+    out[:3] = h[:3].sin()
+    return out
+
+
 BY_PLACE = {
     "a range": lambda m, h: h * torch.linspace(-3, 3, 6)[: len(h), None],
     "a window": lambda m, h: h * torch.hann_window(len(h))[:, None],
@@ -31,6 +42,8 @@ BY_PLACE = {
     "a part of a buffer": lambda m, h: h * m.table[: len(h)],
     "halves": lambda m, h: torch.cat([h[: len(h) // 2] * 3, -h[len(h) // 2 :]]),
     "halves through two functions": lambda m, h: torch.cat([h[:3].relu(), h[3:].tanh()]),
+    "halves of which one has no gradient": lambda m, h: torch.cat([sine(h[:3], True), sine(h[3:], False)]),
+    "a half of a constant that was not written to": lambda m, h: torch.cat([h[:3].sin(), half_written(h)[3:]]),
     "halves beside what was made of them otherwise": lambda m, h: torch.cat(
         [torch.cat([h[:3], h[:3].relu()], 1), torch.cat([h[3:], h[3:].tanh()], 1)]
     ),
@@ -300,6 +313,7 @@ def test_constants_written_to_single_rows_are_refused(name: str, size: int) -> N
 WARNED = {
     "the first by itself": lambda m, h: torch.cat([h[:1] * 3, h[1:]]),
     "a loop by number": lambda m, h: torch.stack([row * (i + 1) for i, row in enumerate(h)]),
+    "no gradient for every second one": lambda m, h: torch.stack([sine(r, i % 2 == 0) for i, r in enumerate(h)]),
     "two parameters in turn": lambda m, h: torch.stack([row * m.w[i % 2] for i, row in enumerate(h)]),
 }
 
