@@ -4,6 +4,7 @@
 #include "bind.h"
 #include "fastdp.h"
 #include "python/known_calls.h"
+#include "python/module_calls.h"
 #include "python/modules.h"
 #include "python/snapshot.h"
 
@@ -153,6 +154,7 @@ PYBIND11_MODULE(_C, module) {
     bind<fastdp_routed_jobs>(module, "routed_jobs", "fills `first`; returns how many times 4 doubles `parts` holds");
     bind<fastdp_routed_norm>(module, "routed_norm", "squared norms of segments; returns how many were in doubt");
     bind_known_calls(module);
+    bind_module_calls(module);
     bind_modules(module);
     bind_snapshot(module);
     py::class_<fastdp_conv>(module, "Conv", "fastdp_conv of csrc/fastdp.h")

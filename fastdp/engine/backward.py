@@ -331,8 +331,8 @@ class Backward:
         try:
             with self.tracked.steady():
                 gradients = self._finish()
-            if gradients is not None:
-                self._hand_over(gradients)
+                if gradients is not None:
+                    self._hand_over(gradients)
         except FastDPError as error:
             self.refused(error)
             raise

@@ -42,7 +42,7 @@ from .forward_record import joined_error
 from .forward_threads import Turn
 from .loader_tracking import given_to_model, handed_out_in, loader_of, read_in, refuse_more_rows
 from .memory_budget import Block
-from .module_hooks import ModuleHook, numbered
+from .module_hooks import ENTER, LEAVE, InnerCall, ModuleHook, numbered
 from .multiple_forwards import Given
 from .public_forward import PublicForward
 from .state import ENGINES, Engine, attached
@@ -71,12 +71,13 @@ class Forward(Engine):
 
     def attach(self) -> None:
         """Put hooks on every module."""
+        self._compiled = CompiledModules(self.model)
         for path, module in self.model.named_modules():
             hook = self._hooks.setdefault(path, ModuleHook(self, path))
             before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
-            self._handles += [numbered(before, -1, first=True), numbered(after, -2)]
-        self._compiled = CompiledModules(self.model)
+            self._handles += [numbered(before, ENTER, first=True), numbered(after, LEAVE)]
+            self._handles += [InnerCall(module, path, self.running).attach()] if path else []
         for parameter in self.model.parameters():
             note_parameter(self.backward.tracked.whole(parameter))
         attached(self)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import StepError
+from ..ops.registry import native
 from .activation_hooks import wrap_module_hooks
 from .state import Engine
 
 _SAVING_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
+ENTER, LEAVE = -1, -2  # numbers of the hooks
 
 
 class ModuleHook:
@@ -51,6 +53,42 @@ class ModuleHook:
         if torch.compiler.is_compiling() or self.engine is None:
             return None
         return self.engine.leave(self.path, module, out)
+
+
+class InnerCall(NamedTuple):
+    """A module within a model: if its forward is captured and it has no hooks but fastdp's, C++ calls it past them."""
+
+    module: nn.Module
+    path: str
+    running: Any  # fastdp.engine.state.Running
+    grad_enabled: Any = torch.is_grad_enabled
+    saving_hooks: Any = _SAVING_HOOKS
+    enter_number: int = ENTER
+    leave_number: int = LEAVE
+    everywhere: tuple[Any, ...] = (
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        _EVERYWHERE_BEFORE,
+        _EVERYWHERE,
+    )
+
+    def attach(self) -> InnerCall:
+        """Let torch call the module so, in the place where it keeps compiled code."""
+        known, extension = self.module._compiled_call_impl, native()
+        free = (known is None or is_inner(known)) and not isinstance(self.module, torch.jit.ScriptModule)
+        if free and not isinstance(extension, str):
+            self.module.__dict__["_compiled_call_impl"] = extension.module_call(self)
+        return self
+
+    def remove(self) -> None:
+        """Let torch call the module as it did."""
+        if getattr(self.module._compiled_call_impl, "__self__", None) is self:
+            del self.module.__dict__["_compiled_call_impl"]
+
+
+def is_inner(call: Any) -> bool:
+    """Whether this is what an `InnerCall` put in a module's place for compiled code."""
+    return isinstance(getattr(call, "__self__", None), InnerCall)
 
 
 def hook_of(module: nn.Module, engine: Engine | None = None) -> ModuleHook | None:
