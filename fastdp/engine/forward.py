@@ -226,7 +226,7 @@ class Forward(Engine):
         if not active.moment.before:
             OWN_NUMBERS.loaded(())  # of another batch
             DRAWN.clear()
-        given_to_model(tensors)
+        given_to_model(self, tensors)
         self._moments.append(active.moment)
         active.moment.token = Token()
         active.read, unknown = read_in(followed, self.batch, tensors)

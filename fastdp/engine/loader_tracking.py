@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..errors import StepError
 from .backward import backwards
 from .host_reads import NumbersRead
 from .loss_tracking import LossTracking, pause, start
-from .state import ENGINES
+from .state import ENGINES, Engine
 
 _MORE_ROWS = (
     "the loader handed out {records} records, the model was given a batch of {rows} rows made of them: each row would "
@@ -29,6 +30,7 @@ _MORE_ROWS = (
 _LAST: list[Generation] = []  # of batches that loaders handed out
 _FOLLOWED = [(0, 0)]  # the number of the last of them, and its loader's id
 _TRAINED = [0]  # backwards of all engines, when the last one was
+_ENGINES_OF = weakref.WeakValueDictionary[int, Engine]()  # by a loader's id: whose model took its batches
 _GIVEN = [0]  # the number of the moment of the batch that a model was given since; 0 if that is not known
 
 
@@ -49,7 +51,8 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
     moment = Generation(LOADERS)
     _LAST.append(moment)
     _FOLLOWED[0] = moment.number, loader
-    start(size, moment, engines[0], [])
+    engine = _ENGINES_OF.get(loader)
+    start(size, moment, engine if engine in engines else engines[0], [])
     with torch._C.DisableTorchFunction():
         listed = listed_one_by_one(batch, size)
         for tensor in nested_tensors(batch):
@@ -90,8 +93,10 @@ def loader_of(tensors: Sequence[Tensor]) -> int:
     return 0
 
 
-def given_to_model(tensors: Sequence[Tensor]) -> None:
+def given_to_model(engine: Engine, tensors: Sequence[Tensor]) -> None:
     """A forward that may be trained on begins with these: their batch is the one that is over when the next comes."""
+    if loader := loader_of(tensors):
+        _ENGINES_OF[loader] = engine
     moments = (generation_of(tensor) for tensor in tensors)
     _GIVEN[0] = next((moment.number for moment in moments if moment is not None and moment.owner is LOADERS), 0)
 

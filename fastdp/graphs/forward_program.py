@@ -122,6 +122,8 @@ def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout of an output, None if it is of no sample."""
     layout = tag_of(tensor, batch)
     if layout is None and not tensor.requires_grad:
+        if not _is_alike(tensor, batch):
+            raise GraphError(f"the forward gives constants of shape {tuple(tensor.shape)}, by the samples' places perhaps")
         return None
     if layout is not None and layout.total and not tensor.dim():
         return layout  # a loss
@@ -129,6 +131,18 @@ def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
         why = "whose rows lie in no order of the samples" if layout is None or not layout.mixed else layout.mixed
         raise GraphError(f"the forward gives a tensor of shape {tuple(tensor.shape)}: {why}")
     return layout
+
+
+def _is_alike(constants: Tensor, batch: int) -> bool:
+    """Whether constants would be the same for every sample, whichever dimension were the samples'."""
+    constants = constants.detach()
+    for dim, size in enumerate(constants.shape):
+        if size and size % batch == 0:
+            orders = ((batch, -1), dim), ((-1, batch), dim + 1)
+            rows = [constants.unflatten(dim, sizes).movedim(place, 0) for sizes, place in orders]
+            if not any(torch.equal(each, each[:1].expand_as(each)) for each in rows):
+                return False
+    return True
 
 
 class ForwardProgram(StepProgram):
