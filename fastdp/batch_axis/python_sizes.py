@@ -18,8 +18,10 @@ from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..utils.code_location import FASTDP, TORCH, users
 from . import operator_table, tensor_notes
@@ -63,9 +65,8 @@ class Sizes:
         self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
         self._lines: dict[tuple[CodeType, int], set[int]] = {}  # that asked for sizes: those told but the batch's
         self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
-        self._series: dict[
-            Any, list[tuple[tuple[float, ...], float]] | None
-        ] = {}  # (sizes told, number); None: cleared
+        # (sizes told, number); None: cleared
+        self._series: dict[Any, list[tuple[tuple[float, ...], float]] | None] = {}
         # number told first, and number computed with; None: cleared
         self._places: dict[Any, tuple[float, float] | None] = {}
         self._followed: dict[Any, _Followed] = {}  # by place
@@ -93,7 +94,6 @@ class Sizes:
         dims: Sequence[int] = [dim] if dim is not None else ()
         if isinstance(found, tuple):
             dims = _shape_dims(frame.f_code, frame.f_lineno)
-        if isinstance(found, tuple):
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
             beside = {found} if found % batch or (dim is not None and dim % tensor.dim() != layout.dim) else set()
@@ -124,8 +124,8 @@ class Sizes:
         (args, kwargs), name, out = call.given, call.name, call.out
         if not isinstance(out, Tensor) or layout_on(out) is not None:
             return
-        number = None
-        if out.numel() == 1 and args and isinstance(args[0], Tensor) and args[0] is not out:
+        number, fills = None, name.endswith(("full", "full_like", "fill_"))
+        if not fills and out.numel() == 1 and args and isinstance(args[0], Tensor) and args[0] is not out:
             number = args[0].__dict__.get(tensor_notes.NUMBER)
             given = [t.__dict__ for t in args if isinstance(t, Tensor)]
             origins = [notes[tensor_notes.NUMBER_OF] for notes in given if tensor_notes.NUMBER_OF in notes]
@@ -133,12 +133,12 @@ class Sizes:
                 out.__dict__[tensor_notes.NUMBER_OF] = origins[0]
             if out.device.type == "cpu" and (number is not None or (made_in_sight(args[0]) and not is_random(args[0]))):
                 number = out.item()  # of a range or of ones as many as there are samples, perhaps
-        elif name in operator_table.OF_A_NUMBER and (out.numel() == 1 or name.endswith(("full", "full_like"))):
-            number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
+        elif fills or name in operator_table.COMPUTING or (name in operator_table.OF_A_NUMBER and out.numel() == 1):
+            number = next((v for v in reversed(tree_leaves((args, kwargs))) if _is_number(v)), None)
         if number is None:
             return
         out.__dict__[tensor_notes.NUMBER] = number
-        if self._codes and tensor_notes.NUMBER_OF not in out.__dict__:
+        if self._codes and name not in operator_table.COMPUTING and tensor_notes.NUMBER_OF not in out.__dict__:
             found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
             if found is not None and (number in self._told or not _is_written(number, self._codes)):
                 out.__dict__[tensor_notes.NUMBER_OF] = found
@@ -174,14 +174,13 @@ class Sizes:
         if any((layout := call.layout(t)) is not None and layout.total for t in call.args):
             return "", False  # a sum over the samples may be divided by their number
         for value in (*call.args, *call.kwargs.values()):
-            number: Any = value.__dict__.get(tensor_notes.NUMBER) if isinstance(value, Tensor) else value
-            if _is_number(number) and (found := self._of(call, float(number)))[0]:
+            notes = value.__dict__ if isinstance(value, Tensor) else {}
+            number: Any = notes.get(tensor_notes.NUMBER) if isinstance(value, Tensor) else value
+            doubtful = isinstance(value, Tensor) and tensor_notes.NUMBER_OF not in notes
+            if _is_number(number) and (found := self._of(call, float(number), doubtful))[0]:
                 return found
-            if isinstance(value, Tensor) and number is not None and tensor_notes.NUMBER_OF in value.__dict__:
-                return (
-                    f"{call.mixed()} computes with {number:g}, made of {value.__dict__[tensor_notes.NUMBER_OF]}",
-                    False,
-                )
+            if number is not None and (origin := notes.get(tensor_notes.NUMBER_OF)):
+                return f"{call.mixed()} computes with {number:g}, made of {origin}", False
         return "", False
 
     def problem_of_loss(self, call: Call) -> tuple[str, bool]:
@@ -251,10 +250,13 @@ class Sizes:
             return False  # the number of samples, times another size
         return self._is_inverse(f"power {call.name}", call.batch, call.batch / size)
 
-    def _of(self, call: Call, number: float) -> tuple[str, bool]:
+    def _of(self, call: Call, number: float, doubtful: bool = False) -> tuple[str, bool]:
+        """doubtful: nothing is said until it follows a size; so is a number in code that has not asked for one."""
         frame: Any = sys._getframe(2)
         while frame is not None and frame.f_code not in self._codes:
             frame = frame.f_back
+        if frame is None:
+            frame, doubtful = users(sys._getframe(2)), True
         if frame is None:
             return "", False
         place = (call.path, call.name, frame.f_code, frame.f_lineno)
@@ -272,7 +274,7 @@ class Sizes:
             return "", False  # as likely of another dimension
         followed = self._followed.setdefault(place, _Followed())
         certain = followed.take(self._forwards, source, number, bool(what))
-        doubtful = followed.enough > 2 or _is_written(number, self._codes)
+        doubtful = doubtful or followed.enough > 2 or _is_written(number, self._codes)
         if not what or (doubtful and not certain):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
@@ -384,7 +386,7 @@ def _number_in(value: Any) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float | numpy.number) and not isinstance(value, bool)
 
 
 def _same(number: float, told: float, roots: bool = True) -> bool:

@@ -123,7 +123,9 @@ def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
     layout = tag_of(tensor, batch)
     if layout is None and not tensor.requires_grad:
         if not _is_alike(tensor, batch):
-            raise GraphError(f"the forward gives constants of shape {tuple(tensor.shape)}, by the samples' places perhaps")
+            raise GraphError(
+                f"the forward gives constants of shape {tuple(tensor.shape)}, by the samples' places perhaps"
+            )
         return None
     if layout is not None and layout.total and not tensor.dim():
         return layout  # a loss

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,10 @@ AT_ONCE = {
     "ones added up": lambda m, h: torch.ones(h[h > 0].shape[0]).sum() ** 2 * 0.01,
     "ones beside data added up": lambda m, h: h.new_ones(len(h)).sum() * 0.3,
     "a full tensor": lambda m, h: torch.full((4,), float(len(h))),
+    "a tensor of a list": lambda m, h: torch.tensor([float(len(h))]),
+    "a full tensor beside data": lambda m, h: h.new_full((1,), len(h)),
+    "a filled tensor": lambda m, h: torch.zeros(4).fill_(len(h)),
+    "of NumPy": lambda m, h: numpy.float32(len(h)),
     "as it is": lambda m, h: len(h),
     "by a function of one's own": lambda m, h: (lambda t: t.shape[0])(h),
 }
@@ -78,6 +83,35 @@ def test_the_length_of_one_hot_is_the_batchs() -> None:
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_numbers_followed_through_tensors_are_warned_of(name: str) -> None:
     assert warned(AT_ONCE[name], [7])
+
+
+FOLLOWED = {
+    "constants scaled": lambda m, h: torch.ones(4) * len(h),
+    "constants divided": lambda m, h: torch.linspace(1, 2, 4) / h.shape[0],
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_numbers_by_which_constants_were_scaled_are_followed_first(name: str) -> None:
+    """A constant may be scaled by a number that equals the size by chance."""
+    assert not warned(FOLLOWED[name], [7, 7]) and warned(FOLLOWED[name], [6, 9, 4])
+
+
+def test_the_number_of_samples_that_a_forward_returns() -> None:
+    def scaled(returned: bool) -> list[int]:
+        optimizer = fastdp.DPSGD(model := nn.Linear(D, 3), lr=0.1, noise_multiplier=1.0, expected_batch_size=6)
+        model.forward = lambda x: (nn.Linear.forward(model, x), len(x))  # type: ignore[method-assign]
+        done = []
+        for size in (6, 9, 4, 5):
+            out, number = model(torch.randn(size, D))
+            (out * (number if returned else 6)).square().sum(1).mean().backward()
+            done.append(size)
+        optimizer.detach()
+        return done
+
+    assert scaled(False) == [6, 9, 4, 5]
+    with pytest.raises(SampleMixingError, match="made of the number of samples"):
+        scaled(True)
 
 
 SERIES = [6, 9, 4, 12, 8, 5, 11, 7]
@@ -155,6 +189,7 @@ LITERALS = {
     "of a GELU": lambda m, h: (len(h), 0.5 * (1.0 + torch.tanh(h + 0.044715 * torch.pow(h, 3.0))))[1],
     "a square": lambda m, h: (len(h), h.pow(2))[1],
     "an attribute": lambda m, h: (len(h), h * m.scaling)[1],
+    "of a constant": lambda m, h: (lambda number: (len(h), torch.ones(4) * number)[1])(float("2")),
 }
 
 

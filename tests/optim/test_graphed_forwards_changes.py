@@ -170,15 +170,17 @@ def divided_by_what_is_told(m: Model, k: int) -> Tensor:
     return F.cross_entropy(out["logits"], y, reduction="sum") / out["n"]
 
 
-def with_places(m: Model, x: Tensor) -> dict[str, Tensor]:
-    return {"logits": plain(m, x), "places": torch.arange(len(x)), "count": torch.full((), len(x))}
-
-
-def as_many_places(m: Model, k: int) -> Tensor:
+def another_count(m: Model, k: int) -> Tensor:
     x, y = batch(k, B - (k >= FROM))
     out = m(x)
-    assert out["places"].shape == (len(x),) and int(out["count"]) == len(x)
+    assert int(out["n"]) == len(x)
     return F.cross_entropy(out["logits"], y)
+
+
+def by_places(m: Model, k: int) -> Tensor:
+    """Refused as soon as the loss takes them."""
+    out = m(batch(k)[0])
+    return loss_of(out["logits"] * (1 + out["at"][:, None]) if k >= FROM else out, k)
 
 
 def turned(m: Model, x: Tensor) -> dict[str, Tensor]:
@@ -342,6 +344,7 @@ NOT_REPLAYED = {
     "an attribute that the loss takes": (left_behind, of_an_attribute),
     "a counter": (counted, later(lambda m: None)),
     "a generator of its own": (drawn_by_its_own, later(lambda m: None)),
+    "constants as long as the batch": (lambda m, x: {"logits": plain(m, x), "at": torch.arange(len(x))}, by_places),
     "outputs in one memory": (twice, written_to_one),
     "an argument that is taken apart": (taken_from_a_dict, given_a_dict),
     "an argument with a note": (by_a_note, given_with_a_note),
@@ -367,7 +370,10 @@ CHANGES = {
     "a forward that is wrapped": (plain, later(wrapped)),
     "a number that is told": (told, divided_by_what_is_told),
     "a forward that not every size passes": (only_even, later(lambda m: None)),
-    "constants as long as the batch": (with_places, as_many_places),
+    "a constant of the batch's size": (
+        lambda m, x: {"logits": plain(m, x), "n": torch.full((), len(x))},
+        another_count,
+    ),
     "rows in another dimension": (turned, of_turned),
     "a branch behind random numbers": (drawn_and_decided, later(lambda m: None)),
     "a part without autocast": (partly_cast, within_autocast),
