@@ -178,7 +178,6 @@ def another_count(m: Model, k: int) -> Tensor:
 
 
 def by_places(m: Model, k: int) -> Tensor:
-    """Refused as soon as the loss takes them."""
     out = m(batch(k)[0])
     return loss_of(out["logits"] * (1 + out["at"][:, None]) if k >= FROM else out, k)
 
