@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import AccountingError
+from ..distributed.fingerprints import place_of_noise
+from ..errors import AccountingError, StepError
 from . import History, check_options, default_delta, epsilon_of
 from . import Run as Entry
 from .budget import Budget
@@ -33,6 +34,12 @@ from .runs import (
     without,
 )
 from .used_draws import Place, UsedDraws
+
+_DRAWN = (
+    "load_noise_state: the ledger file holds a step that was made with this very noise, after the state was saved. "
+    "Drawn again, it would take the noise off both steps, unless their sums are the same, which the file cannot tell. "
+    "No step was made: make a new optimizer, and load state_dict() alone, so that fresh noise is drawn"
+)
 
 
 class Ledger:
@@ -82,9 +89,12 @@ class Ledger:
         self.written, self._lost, self.blocks = runs, list(runs), blocks
 
     def write_ahead(
-        self, noise_multiplier: float, sample_rate: float | None, truncation: float, drawn: Sequence[Place] = ()
-    ) -> None:
-        """A step is about to be made. Raises StepError if it must not be: the budget is spent, or the file is full."""
+        self, noise_multiplier: float, sample_rate: float | None, truncation: float, drawn: Sequence[Place] = (),
+        noise: Any = None,
+    ) -> None:  # fmt: skip
+        """A step is about to be made. Raises StepError if it must not be: the budget is spent, the file is full, or it
+        holds a step with the noise that is drawn next.
+        """
         if self.budget is not None:
             kind = noise_multiplier, sample_rate, truncation
             self.budget.check(self.draws.accounted(self.spent), kind)
@@ -95,7 +105,11 @@ class Ledger:
                 self.budget.check_whole(after.accounted([*self.spent, entry(kind, 1)]), kind)
         if self._file is not None:
             self._refuse_blocks()
-            self._file.add(Run(self.name, self._made, noise_multiplier, sample_rate, 1, truncation), self.block)
+            next_noise: Any = None if noise is None else place_of_noise(noise)
+            if next_noise in self._file.drawn:
+                raise StepError(_DRAWN)
+            run = Run(self.name, self._made, noise_multiplier, sample_rate, 1, truncation)
+            self._file.add(run, self.block, next_noise)
 
     def _refuse_blocks(self) -> None:
         """Raises AccountingError if steps with correlated noise would be taken for others."""

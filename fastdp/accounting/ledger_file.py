@@ -32,7 +32,7 @@ class LedgerFile:
     """The file, open for appending and locked against other processes.
 
     runs: the steps that it held when it was opened, with their makers. blocks: by name, those of correlated noise, with
-    the strategy's name; their marks are not in the file.
+    the strategy's name; their marks are not in the file. drawn: the noise of these steps: (a mark of the key, number).
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,20 +52,23 @@ class LedgerFile:
         try:
             self._lock()
             self.blocks: dict[str, tuple[str, Block]] = {}
+            self.drawn = set[tuple[str, int]]()
             self.runs = self._read()
         except BaseException:
             self.close()
             raise
 
-    def add(self, run: Run, block: tuple[str, Block] | None = None) -> None:
+    def add(self, run: Run, block: tuple[str, Block] | None = None, drawn: tuple[str, int] | None = None) -> None:
         """One step is about to be made. Raises StepError if it is not on the disk: then it must not be made.
 
-        block: with correlated noise, the step's block as it is then, and before it the strategy's name.
+        block: with correlated noise, the step's block as it is then, and before it the strategy's name. drawn: which
+        noise is to be added, if its key may come back.
         """
         size = os.fstat(self._file).st_size
         try:
             noise = {} if block is None else {"noise": [block[0], block[1].plain]}
-            append(self._file, line_of({**run._asdict(), **noise}))
+            key = {} if drawn is None else {"drawn": drawn}
+            append(self._file, line_of({**run._asdict(), **noise, **key}))
         except OSError as problem:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, size)
@@ -106,14 +109,15 @@ class LedgerFile:
         for number, line in enumerate(lines[1:], 2):
             try:
                 said = content_of(line) or {}
-                noise = said.pop("noise", None)
+                noise, drawn = said.pop("noise", None), said.pop("drawn", None)
                 run = Run(**said)
                 run_of(*run[2:])
+                self.drawn.update([] if drawn is None else [(str(drawn[0]), int(drawn[1]))])
                 if noise is not None:  # a step that failed is there twice, and counts
                     block = block_of(*noise[1])
                     _, before = self.blocks.get(block.name, ("", block._replace(steps=0)))
                     self.blocks[block.name] = str(noise[0]), block._replace(steps=max(block.steps, before.steps + 1))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, LookupError):
                 raise AccountingError(
                     f"line {number} of the ledger {self.path} is damaged: what its step has cost is not known. Put a "
                     "copy of a line before it in its place if the settings were the same"

@@ -25,6 +25,11 @@ def mark(*values: object) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
+def place_of_noise(noise: Any) -> tuple[str, int] | None:
+    """What noise is drawn next: a mark of the key, and the number; None of a seed, which draws the same on purpose."""
+    return (mark("noise", noise.key), noise.step) if noise.secure else None
+
+
 def mark_of_model(model: nn.Module) -> str:
     """Of the names, shapes and values of a model's parameters and buffers. Raises ParameterError if one is lazy."""
     return mark(_marks([*model.named_parameters(), *model.named_buffers()]))

@@ -83,6 +83,7 @@ class Blocks:
         self.strategy, self.all = strategy, dict[str, Block]()
         self._fits: Participation | None = None
         self.running: _Running | None = None
+        self._drawn = dict[str, int]()  # by a mark of the key: how many of its normals this process has drawn
         self.behind = False  # more steps than the running block's were made of its normals, and are not to be had
         self.records = 0.0  # of the dataset, as far as the loader tells
 
@@ -125,7 +126,10 @@ class Blocks:
 
     def problem_of(self, key: bytes, number: int, loaded: bool) -> str:
         """What is wrong with drawing this normal next, in a block of its own. loaded: the key was."""
-        if self.running is None or self.running.drawn[0] != mark("noise", key):
+        key_mark = mark("noise", key)
+        if number < self._drawn.get(key_mark, 0):
+            return _DRAWN
+        if self.running is None or self.running.drawn[0] != key_mark:
             return ""
         return _DRAWN if (loaded and self.behind) or number < self.running.drawn[1] + self.last.steps else ""
 
@@ -140,6 +144,8 @@ class Blocks:
         if block.name in self.all:
             assert self.running is not None
             now.drawn = self.running.drawn
+        key, first = now.drawn
+        self._drawn[key] = max(self._drawn.get(key, 0), first + block.steps)
         self.all[block.name], self.running, self.behind = block, now, False
 
     def facts(self, epsilon: float, delta: float, accountant: str) -> dict[str, Any]:

@@ -313,7 +313,7 @@ class PrivateStep:
         loop_checks.refuse_capture(self._sums.values())
         try:
             self._awaited.settle(self._doubts)
-            self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation, self._drawn)
+            self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation, self._drawn, self.noise)
         except (SampleMixingError, StepError):
             self.discard()
             raise

@@ -201,6 +201,45 @@ def test_correlated_noise_is_not_drawn_again_in_another_block(ledger, key_first,
             assert [block[1:] for block in planned] == [block[1:] for block in made]
 
 
+@pytest.mark.parametrize("correlated", [False, True])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_noise_that_the_ledger_knows_is_not_drawn_again(correlated, kept, tmp_path):
+    """By another process, for other sums: of the first steps, or of those after a checkpoint."""
+    options = {"noise": fastdp.mechanisms.Lambda(0.9)} if correlated else {}
+    make = lambda model: fastdp.DPSGD(model, lr=0.1, noise_multiplier=4.0, ledger=tmp_path / "steps", **options)
+    dataset = TensorDataset(data(36))
+    loader = fastdp.mechanisms.fixed_order_loader(dataset, batch_size=6) if correlated else loader_of()
+    first = make(model := model_of())
+    state, noise = copy.deepcopy(first.state_dict()), first.noise_state()
+    _, later = train(model, loader, first, 1, 2)
+    state, noise = (later[2], later[3]) if kept else (state, noise)
+    last = first.noise_state()
+    first.detach()
+    second = make(model := model_of(seed=7))
+    with pytest.raises(StepError, match="take the noise off"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        second.load_state_dict(state)
+        second.load_noise_state(noise)
+        train(model, loader, second, 1)
+    second.detach()
+    third = make(model := model_of(seed=7))
+    third.load_noise_state(last)  # which begins behind them
+    train(model, loader, third, 1)
+
+
+def test_correlated_noise_before_the_first_step_is_not_drawn_again():
+    model, loader = model_of(), fastdp.mechanisms.fixed_order_loader(TensorDataset(data(36)), batch_size=6)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=4.0, noise=fastdp.mechanisms.Lambda(0.9))
+    state, noise = copy.deepcopy(optimizer.state_dict()), optimizer.noise_state()
+    train(model, loader, optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.load_state_dict(state)
+    with pytest.raises(StepError, match="take the noise off"):
+        optimizer.load_noise_state(noise)
+    train(model, loader, optimizer, 1)  # with a new key
+
+
 def test_correlated_noise_of_a_later_block_is_not_drawn_again():
     """The block of the loaded state ended there: what came after it was another."""
     model, loader = model_of(), fastdp.mechanisms.fixed_order_loader(TensorDataset(data(36)), batch_size=6)
