@@ -14,7 +14,7 @@ from ..errors import StepError
 from ..ops.checks import capturing
 
 _PHYSICAL = (
-    "For batches larger than the memory give poisson_loader max_physical_batch_size= and call step() after each batch: "
+    "For batches larger than the memory give the loader max_physical_batch_size= and call step() after each batch: "
     "it steps when the logical batch is complete, and no loss is divided. So no accumulation of the framework: "
     "Accelerate's gradient_accumulation_steps and Lightning's accumulate_grad_batches stay 1."
 )
@@ -39,14 +39,14 @@ LAST_SKIPPED = (
     "that does not come (accumulation). Every sampled batch needs a step, since skipping batches for what is in them "
     f"is not Poisson sampling. {EVERY_BATCH}."
 )
-PASSED_OVER = "{n} batch(es) of the poisson_loader were skipped: epsilon does not account for that."
+PASSED_OVER = "{n} batch(es) of the loader were skipped: epsilon does not account for that."
 CHOSEN = (
-    "{n} batch(es) of the poisson_loader had no step() while others had: they were taken out of the loader before any "
+    "{n} batch(es) of the loader had no step() while others had: they were taken out of the loader before any "
     "was trained on, or another optimizer stepped on them. This is fine if it was settled beforehand (turns by "
     "number), and not if batches were chosen for what was in them: epsilon does not account for that."
 )
 LEFT = (
-    "{n} time(s) the loop was left with a batch of the poisson_loader in hand that no step() had ended. This is fine "
+    "{n} time(s) the loop was left with a batch of the loader in hand that no step() had ended. This is fine "
     "if it was settled beforehand, and not if it was for what was in the batch: epsilon does not account for that."
 )
 CUT = (

@@ -30,7 +30,7 @@ from .cycle_samplers import BallsInBins, CycleSampler, CyclicPoisson, FixedOrder
 class CycleLoader(PoissonLoader):
     """An iterable over batches in which a record takes part once in a cycle at most: `participation` says what holds.
 
-    `ftrl_loader`, `cyclic_poisson_loader` and `balls_in_bins_loader` make it. The interface is that of a PoissonLoader.
+    `fixed_order_loader`, `cyclic_poisson_loader` and `balls_in_bins_loader` make it, with the interface of a PoissonLoader.
     """
 
     sampler: CycleSampler
@@ -92,7 +92,7 @@ class CycleLoader(PoissonLoader):
         )
 
 
-def ftrl_loader(
+def fixed_order_loader(
     data: Any,
     *,
     batch_size: int | None = None,
@@ -105,7 +105,7 @@ def ftrl_loader(
     mesh: Any = None,
     **loader_options: Any,
 ) -> CycleLoader:
-    """Make the loader that `DPFTRL` needs: no sampling, and a fixed order of batches of equal size.
+    """Make the loader for correlated noise, or `DPFTRL`: no sampling, and a fixed order of batches of equal size.
 
     Every record is in at most one batch of a pass. Records that fill no whole batch at the end are in none. Several
     processes share the batches, as of `poisson_loader`.
@@ -162,7 +162,7 @@ def ftrl_loader(
         return FixedOrder(places, size, max_physical_batch_size, shuffle_within, seed or 0)
 
     return _made(
-        ftrl_loader, data, batch_size, seed, max_physical_batch_size, (process_group, mesh), loader_options,
+        fixed_order_loader, data, batch_size, seed, max_physical_batch_size, (process_group, mesh), loader_options,
         read, (SequentialSampler,), _ORDERED, lambda stream: StreamRecords.of(stream, records),
     )  # fmt: skip
 
@@ -191,7 +191,7 @@ def cyclic_poisson_loader(
         cycle: the number of parts, and so the steps between two that a record can be in. With 1, the whole dataset is
             sampled at every step.
         batch_size: the expected number of records in a batch. It defaults to the batch_size of a DataLoader.
-        order: the numbers of the records in an order, each at most once, as of `ftrl_loader`.
+        order: the numbers of the records in an order, each at most once, as of `fixed_order_loader`.
         steps: the number of batches in a pass, a multiple of cycle. By default, as many as it takes to sample each
             record once in expectation, rounded up to such a multiple.
         seed: a whole number that makes sampling reproducible, for experiments only: sampling must be secret. By
@@ -368,4 +368,4 @@ def _twice(numbers: Numbers) -> int | None:
     return int(again[0]) if len(again) else None
 
 
-fixed_order_loader = ftrl_loader  # the same, where it is not for DP-FTRL
+ftrl_loader = fixed_order_loader  # the same, by its name for DP-FTRL

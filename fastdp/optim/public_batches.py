@@ -102,8 +102,8 @@ class PublicBatches:
     def _check(self) -> None:
         """Raises StepError, before anything is taken, where what waits cannot be."""
         left = [left for left in self._left if left.is_there()]
-        if left and self._privacy.mechanism is not None:
-            raise StepError(_NO_GRADIENT.format(name=type(self._privacy.mechanism).__name__))
+        if left and (mechanism := self._privacy.mechanism) is not None:
+            raise StepError(_NO_GRADIENT.format(name=getattr(mechanism, "name", type(mechanism).__name__)))
         if any(each.gradient._version != each.version and bool(_any(each.gradient)) for each in left):
             raise StepError(_WRITTEN)
 

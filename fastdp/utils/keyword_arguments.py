@@ -19,6 +19,10 @@ _TARGET = (
     "noise_multiplier=fastdp.noise_multiplier_for(target_epsilon=, delta=, sample_rate=, steps=) trains to a target, "
     "and optimizer.epsilon(delta) says what was spent"
 )
+_TREE_TARGET = (
+    "noise_multiplier=fastdp.mechanisms.tree_noise_multiplier(target_epsilon=, delta=, steps_per_epoch=, epochs=) "
+    "trains to a target, and optimizer.epsilon(delta) says what was spent"
+)
 _PHYSICAL = "fastdp.poisson_loader(max_physical_batch_size=) cuts batches that do not fit into memory"
 _OPACUS = (
     "fastdp.compat.opacus.PrivacyEngine has Opacus's arguments; here the model comes first, and the data go to "
@@ -103,7 +107,7 @@ def _meant(owner: str, name: str, known: Collection[str]) -> str:
     if owner == "PrivacyArguments":  # loader and optimizer are the trainer's
         return nearest(name, sorted(known)).removeprefix("; ") or "is it one of TrainingArguments?"
     if plain in _ADVISED:
-        return _ADVISED[plain]
+        return _TREE_TARGET if owner == "DPFTRL" and _ADVISED[plain] == _TARGET else _ADVISED[plain]
     of_torch = _of_torch(same or plain)
     if of_torch and owner == "privatize":
         return f"it is an option of the torch optimizer, which is made before: {of_torch[0]}(params, {same or plain}=)"

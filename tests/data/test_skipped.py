@@ -38,7 +38,7 @@ def test_a_batch_passed_over_is_refused_by_the_loader(which, limit):
                 continue
             train(model, optimizer, batch)
     if which != "all but the last":  # of which none was trained on
-        with pytest.warns(UserWarning, match=r"1 batch\(es\) of the poisson_loader were skipped"):
+        with pytest.warns(UserWarning, match=r"1 batch\(es\) of the loader were skipped"):
             optimizer.epsilon(1e-2)
 
 
@@ -97,7 +97,7 @@ def test_a_loop_that_ends_with_a_batch_in_hand(how):
                 break
             train(model, optimizer, batch)
     gc.collect()
-    with pytest.warns(UserWarning, match="with a batch of the poisson_loader in hand"):
+    with pytest.warns(UserWarning, match="with a batch of the loader in hand"):
         optimizer.epsilon(1e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -149,7 +149,7 @@ def test_batches_chosen_from_a_list(how):
             for batch in CHOICES[how](loader):
                 train(model, optimizer, batch)
     assert any("had no step() while others had" in str(w.message) for w in caught)
-    with pytest.warns(UserWarning, match=r"\d+ batch\(es\) of the poisson_loader had no step\(\) while others had"):
+    with pytest.warns(UserWarning, match=r"\d+ batch\(es\) of the loader had no step\(\) while others had"):
         optimizer.epsilon(1e-2)
 
 
@@ -198,7 +198,7 @@ def two(pattern, passes=1):
 ])  # fmt: skip
 def test_a_batch_that_only_the_other_optimizer_steps_on(pattern, missed):
     optimizer = two(pattern)
-    with pytest.warns(UserWarning, match=rf"{missed} batch\(es\) of the poisson_loader had no step\(\) while others"):
+    with pytest.warns(UserWarning, match=rf"{missed} batch\(es\) of the loader had no step\(\) while others"):
         optimizer.epsilon(1e-2)
 
 

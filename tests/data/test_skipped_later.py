@@ -45,10 +45,10 @@ def test_what_was_missed_goes_into_checkpoints():
             if i != 1:
                 train(model, optimizer, batch)
     new = resumed(optimizer)[2]
-    with pytest.warns(UserWarning, match=r"1 batch\(es\) of the poisson_loader were skipped.* 3 time\(s\)"):
+    with pytest.warns(UserWarning, match=r"1 batch\(es\) of the loader were skipped.* 3 time\(s\)"):
         new.epsilon(1e-2)
     state = new.state_dict()
-    with pytest.warns(UserWarning, match=r"1 batch\(es\) of the poisson_loader were skipped.* 3 time\(s\)"):
+    with pytest.warns(UserWarning, match=r"1 batch\(es\) of the loader were skipped.* 3 time\(s\)"):
         new.load_state_dict(state)  # the same again
         new.epsilon(1e-2)
 

@@ -193,7 +193,7 @@ def test_states_of_other_orders_and_deals_are_refused() -> None:
     for loader, state, words in (
         (balls_in_bins_loader(range(N), batch_size=5), secret.state_dict(), "secret=True.*holds the key"),
         (balls_in_bins_loader(range(N), batch_size=6), secret.state_dict(secret=True), "the arguments of the one"),
-        (ftrl_loader(range(N), batch_size=5), MAKERS["separated"]().state_dict(), "than this ftrl_loader's"),
+        (ftrl_loader(range(N), batch_size=5), MAKERS["separated"]().state_dict(), "than this fixed_order_loader's"),
         (MAKERS["separated"](seed=1), MAKERS["separated"]().state_dict(), "another order or deal"),
         (cyclic_poisson_loader(range(N), batch_size=5, cycle=3), cyclic.state_dict(), "than this cyclic_poisson_"),
         (cyclic, {"pass": -1, "step": 0}, "no state of a cyclic_poisson_loader"),

@@ -119,7 +119,7 @@ def test_what_is_missing_or_given_in_another_way(kind):
     with pytest.raises(TypeError, match=missing):
         kind(model, lr=0.1)
     if kind is DPFTRL:
-        with pytest.raises(TypeError, match="'target_epsilon': .*noise_multiplier_for"):
+        with pytest.raises(TypeError, match="'target_epsilon': .*tree_noise_multiplier"):
             kind(model, lr=0.1, target_epsilon=3.0)
     with pytest.raises(TypeError, match="missing a required.* argument: 'model'"):
         kind(lr=0.1, noise_multiplier=1.0)

@@ -237,6 +237,6 @@ def test_a_mechanism_takes_private_gradients_alone():
     optimizer = DPFTRL(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=R)
     for data in ftrl_loader(TensorDataset(*batch(1, 20)), batch_size=10):
         before(optimizer, model, batch(2), data)
-        with pytest.raises(StepError, match="Trees.*private gradients alone"):
+        with pytest.raises(StepError, match="DP-FTRL.*private gradients alone"):
             optimizer.step()
         break
