@@ -30,7 +30,7 @@ from .cycle_samplers import BallsInBins, CycleSampler, CyclicPoisson, FixedOrder
 class CycleLoader(PoissonLoader):
     """An iterable over batches in which a record takes part once in a cycle at most: `participation` says what holds.
 
-    `fixed_order_loader`, `cyclic_poisson_loader` and `balls_in_bins_loader` make it, with the interface of a PoissonLoader.
+    Made by `fixed_order_loader`, `cyclic_poisson_loader` and `balls_in_bins_loader`; its interface is PoissonLoader's.
     """
 
     sampler: CycleSampler
