@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-LR, RATE = 0.1, 0.1
+LR, RATE, EXPECTED = 0.1, 0.1, 32  # samples a batch has in expectation: what every sum is divided by
 
 
 def network() -> nn.Module:
@@ -44,7 +44,7 @@ def train(model: nn.Module, batches, *, clipping_norm: float, noise_multiplier: 
             total = {name: torch.einsum("b,b...->...", factors[good], g[good]) for name, g in each.items()}
         for name, w in weights.items():
             noise = noise_multiplier * clipping_norm * torch.randn_like(w)
-            w -= LR * (total[name] + noise) / max(len(x), 1)
+            w -= LR * (total[name] + noise) / EXPECTED  # not len(x): the noise would tell how many were drawn
         model.accounted = [*getattr(model, "accounted", []), (noise_multiplier, RATE, 1)]
 
 
@@ -66,6 +66,7 @@ def make_step():
         make_batch=data,
         loss_kind="cross_entropy",
         learning_rate=LR,
+        expected_batch_size=EXPECTED,
         sample=sample,
         sample_rate=RATE,
         history=lambda model: model.accounted,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .finding import Finding, Result, audit_test
-from .later_steps import APART, walked
+from .later_steps import APART, of_schedule, walked
 from .measure import Probe
 from .reference_samples import ordinary_norm, weak
 from .trainable import Array, Batch, is_floats, pick, rows
@@ -30,6 +30,7 @@ def per_sample_independence(probe: Probe) -> Finding:
 
     statistic: the norm of the difference over the largest contribution of a sample.
     """
+    probe.check_adam()
     pool, bound, typical = _pool(probe), TOLERANCE[probe.optimizer], ordinary_norm(probe)
     norms = [probe.usual_norm, *(typical * share for share in SHARES if typical is not None)]
     found = [(off, f"{company}, at C = {norm:.3g}") for norm in norms for off, company in _sums(probe, pool, norm)]
@@ -63,7 +64,7 @@ def per_sample_independence(probe: Probe) -> Finding:
             odd.apart, None, APART,
         )  # fmt: skip
     text = f"A batch is the sum of its samples, to {max(worst, 0):.1e} of one's contribution, in {len(found)} batches."
-    return result.passed(text, worst, None, bound)
+    return result.passed(text + of_schedule(probe), worst, None, bound)
 
 
 def _pool(probe: Probe) -> dict[str, Batch]:

@@ -14,13 +14,17 @@ import numpy as np
 
 from .measure import Probe
 from .reference_samples import alone, steady, taken_or_not
+from .statistics import deviation
 from .trainable import Array, Batch, count, pick
 
+FAR = 240  # steps after which it is seen whether the learning rate has changed
 LAGS = 64  # steps over which a momentum is followed
+ALIKE = 0.15  # largest difference of two changes of scale, one of which noise tells
 NEAR = 0.02  # largest departure of a memory from none, or from a momentum's powers
 STEPS, NONE = 48, 0.2  # of the run that is compared; share of them on no sample
 SHARES = (0.03, 0.3)  # least and largest C of that run over that of the samples alone
 FINER = (3, 9)  # parts of that C at which what differs is looked at again
+SHRUNK = 0.2  # of the weights: most that weight decay may take off in that run, which turns gradients, too
 ROUNDING = 1.6e-3  # of a contribution, wanted
 APART = 0.06  # of a contribution: largest distance from what the samples of a step contribute alone
 
@@ -50,12 +54,39 @@ def moves(probe: Probe, batches: Sequence[Batch], norm: float, sigma: float = 0.
 
 
 @functools.lru_cache(maxsize=4)
+def rate_later(probe: Probe) -> float:
+    """The size of a step after 240 others over that of the first, if contributions and noise have changed alike, as by
+    a learning-rate schedule; 1 where they have not."""
+    if probe.optimizer != "sgd" or not probe.answers_to_norm or not followed(probe):
+        return 1.0
+    norm, still = steady(probe, 0.01)
+    one, other = (
+        [probe.change([*[still] * k, probe.data(1, number)], norm) for k in (0, FAR)] for number in (241, 251)
+    )
+    first, later = (float(np.linalg.norm(a - b)) for a, b in zip(one, other, strict=True))
+    if not np.isfinite(later) or first <= 100 * probe.resolution or abs(later / first - 1) < NEAR:
+        return 1.0
+    run = [still] * (FAR + 1)
+    noise = np.stack([moves(probe, run, norm, 1.0, 3101 + k) for k in range(probe.repeats(1, 1000))])
+    before, after = (deviation(noise[:, k] - moves(probe, run, norm)[k]) for k in (0, FAR))
+    return later / first if abs(after / before / (later / first) - 1) < ALIKE else 1.0
+
+
+def of_schedule(probe: Probe) -> str:
+    """What a finding says of steps that were not examined."""
+    if (rate := rate_later(probe)) == 1.0:
+        return ""
+    return f" The learning rate changes (x{rate:.3g} after {FAR} steps): give a constant one to examine later steps."
+
+
+@functools.lru_cache(maxsize=4)
 def memory(probe: Probe) -> Array | None:
     """What a contribution does at each of 64 later steps, over what it does at once: zeros for plain SGD.
 
-    None where it cannot be told: samples do not answer in proportion to C, or steps cannot be read (Adam's are not).
+    None where it cannot be told: samples do not answer in proportion to C, the learning rate changes, or steps cannot
+    be read (Adam's are not).
     """
-    if probe.optimizer != "sgd" or not probe.answers_to_norm or not followed(probe):
+    if probe.optimizer != "sgd" or not probe.answers_to_norm or not followed(probe) or rate_later(probe) != 1.0:
         return None
     norm, still = steady(probe, 0.01)
     one, other = (moves(probe, [probe.data(1, number), *[still] * LAGS], norm) for number in (241, 251))
@@ -63,22 +94,40 @@ def memory(probe: Probe) -> Array | None:
     size = float(apart[0] @ apart[0])
     if not np.isfinite(apart).all() or size <= (20 * probe.resolution) ** 2:
         return None
-    found = apart[1:] @ apart[0] / size
+    found = _without_decay(probe, apart @ apart[0] / size)[1:]
     if np.abs(found).max() > 1.05:
         return None  # no memory lets a contribution grow: it was not steady
     if np.abs(found).max() < NEAR:
         return np.zeros(0)
-    powers = found[0] * (found[1] / found[0]) ** np.arange(LAGS)
+    powers = float(found[1:] @ found[:-1] / (found[:-1] @ found[:-1])) ** np.arange(LAGS)
+    powers *= float(found @ powers / (powers @ powers))
     return powers if np.abs(found - powers).max() < NEAR else found  # type: ignore[no-any-return]
 
 
-def without_memory(steps: Array, lags: Array) -> Array:
-    """The steps less what earlier ones left in a momentum that answers with these lags."""
-    found = np.array(steps)
+def decay(probe: Probe) -> float:
+    """The share of the parameters that weight decay takes off in a step."""
+    return -float(probe.drift @ probe.start) / max(float(probe.start @ probe.start), 1e-300)
+
+
+def _without_decay(probe: Probe, answers: Array) -> Array:
+    """A momentum's answers to a contribution, at once and at later steps, if no weight decay went through it, too."""
+    moved, found = np.cumsum(answers) - answers, np.array(answers)
+    for k in range(len(found)):
+        found[k] += decay(probe) * float(found[:k] @ moved[1 : k + 1][::-1])
+    return found
+
+
+def without_memory(probe: Probe, steps: Array, lags: Array) -> Array:
+    """The steps less what earlier ones left in a momentum that answers with these lags, and less weight decay of what
+    they moved."""
+    found, left = np.array(steps), np.zeros_like(steps[:1])
+    ratio = lags[1] / lags[0] if len(lags) else 0.0
+    endless = len(lags) > 0 and np.abs(lags - lags[0] * ratio ** np.arange(len(lags))).max() < 1e-9
     for k in range(len(steps) if len(lags) else 0):
         back = min(k, len(lags))
-        found[k] -= lags[:back] @ found[k - back : k][::-1]
-    return found
+        found[k] -= left[0] if endless else lags[:back] @ found[k - back : k][::-1]
+        left = ratio * left + lags[0] * found[k]
+    return found + decay(probe) * (np.cumsum(steps, 0) - steps)
 
 
 @functools.lru_cache(maxsize=4)
@@ -127,6 +176,8 @@ def walked(probe: Probe) -> list[Step]:
     script = [[int(k) for k in draw.integers(0, len(found), draw.choice(most))] for _ in range(STEPS)]
     for k in [7, 8, *np.flatnonzero(draw.random(STEPS) < NONE)]:
         script[k] = script[k] if k < 2 else []
+    shrinking = decay(probe) * (1 + float(np.sum(memory(probe))))  # type: ignore[arg-type]
+    script = script[: max(2, int(SHRUNK / max(shrinking, 1e-9)))]
     rounding = probe.resolution * probe.divisor(1) / unit / base
     norm = base * float(np.clip(rounding / ROUNDING, *SHARES))
     for chosen in (script, [part for part in script if part]):  # some scripts take no empty batch: its test says so
@@ -150,8 +201,7 @@ def _compared(probe: Probe, script: list[list[int]], norm: float, unit: float) -
     if len(steps) != len(batches) or not np.isfinite(steps).all():
         return []
     own = found[0][2] * norm / base
-    decay = float(probe.drift @ probe.start / (probe.start @ probe.start)) * (steps.cumsum(0) - steps)
-    sums = (without_memory(steps, lags) - decay) * probe.divisor(1) + own
+    sums = without_memory(probe, steps, lags) * probe.divisor(1) + own
     least = (4 * probe.resolution * probe.divisor(1) / unit + (2e-3 if len(lags) else 0.0)) / max(
         1 - sum(lags[:1]), 0.05
     )

@@ -29,6 +29,8 @@ from .trainable import (
 )
 
 NORMS = tuple(10.0**k for k in range(-12, 7))  # far below Adam's eps, to above every gradient
+NOTHING = 1e-15  # C beside which weight decay is all that a step does
+FIXED = 0.05  # largest departure of a sum from one that a fixed number divides
 ALPHA = 100.0  # how much larger than ordinary the labels of a large gradient are
 LINEAR = 0.03  # largest departure from proportionality
 SHARE = 0.03  # of the parameters' norm: largest change of a step that is measured
@@ -53,7 +55,6 @@ class Probe:
     def __init__(self, trainable: Trainable, seed: int = 0) -> None:
         self.trainable, self.seed = check_trainable(trainable), seed
         self.steps = 0  # training steps so far
-        self.expected_batch_size = getattr(trainable, "expected_batch_size", None)
         self.optimizer = str(getattr(trainable, "optimizer", None) or "sgd")
         self.learning_rate: float | None = getattr(trainable, "learning_rate", None)
         self.loss_kind: str | None = getattr(trainable, "loss_kind", None)
@@ -109,7 +110,7 @@ class Probe:
     @cached_property
     def drift(self) -> Array:
         """What a step does to the parameters whatever the data say: weight decay. Zeros where data say something."""
-        one, other = (self.change([self.data(1, k)], min(NORMS)) for k in (107, 109))
+        one, other = (self.change([self.data(1, k)], NOTHING) for k in (107, 109))
         size = float(np.linalg.norm(one))
         common = self.resolution < size and float(np.linalg.norm(one - other)) <= 1e-3 * size + self.resolution
         return one if common else np.zeros_like(one)
@@ -131,6 +132,20 @@ class Probe:
             )
 
     # ------------------------------------------------------------------ constants
+
+    @cached_property
+    def expected_batch_size(self) -> float | None:
+        """What divides every sum: what the trainable says, or what a sample among ones of no gradient shows; None if
+        the batch's own size does. (A sum divided by 1, which a clipped mean would look like, must be said.)"""
+        if (given := getattr(self.trainable, "expected_batch_size", None)) is not None:
+            return float(given)
+        with contextlib.suppress(Exception):  # Lacking, or a script that takes no such labels
+            if self.optimizer == "sgd" and self.regime.kind == "linear":
+                norm, among = self.regime.norm, self.together([self.strong, self.without_gradient(3, 401)])
+                one, four = (np.linalg.norm(self.change([b], norm) - self.drift) for b in (self.strong, among))
+                number = self.rate * norm / float(one)
+                return number if abs(four / one - 1) < FIXED and number > 1 + FIXED else None
+        return None
 
     def divisor(self, size: int) -> float:
         """What the clipped sum of a batch of that size is divided by."""
@@ -259,7 +274,7 @@ class Probe:
         if largest <= least:
             raise AuditError(
                 "a step without noise changes no parameter at any clipping norm: is the step taken on the model whose "
-                "parameters run() returns?"
+                "parameters run() returns? A learning rate that begins at 0 does this, too: give a constant one"
             )
         if sizes[0] > 0.01 * largest:
             return Regime("flat", norms[-1], norms, sizes)
@@ -302,6 +317,11 @@ class Probe:
                 "Where rounding hides it, a larger learning rate or float64 for the audit shows it"
             )
         return self.regime.norm
+
+    def check_adam(self) -> None:
+        """Raises Lacking where Adam's step is nowhere linear: its changes tell nothing of sums then."""
+        if self.optimizer == "adam" and self.regime.kind == "other":
+            self.clipped_norm("needs a step in which Adam is linear")
 
 
 def copies(sample: Batch, times: int) -> Batch:

@@ -8,6 +8,7 @@ import numpy as np
 from scipy import signal, stats
 
 from .finding import Finding, Result, audit_test
+from .later_steps import of_schedule
 from .measure import Probe
 from .noise_record import draws, recorded, settings
 from .normality import LEVEL, over_steps, pairs, worst
@@ -75,7 +76,7 @@ def noise_independence(probe: Probe, *, steps: int = 4, seeds: int = 8, signific
         f"Noise is fresh at every step (grows {growth:.2f} times over {steps}; {len(z)} steps one by one) and "
         "for every parameter."
     )
-    return result.passed(text, share, p_value, significance)
+    return result.passed(text + of_schedule(probe), share, p_value, significance)
 
 
 def _growth_of_contributions(probe: Probe, steps: int) -> float | None:

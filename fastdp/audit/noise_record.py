@@ -75,7 +75,7 @@ def recorded(probe: Probe) -> Record:
         noise = noise - moves(probe, batches, norm, 0.0, 2101)
     if not len(noise) or not np.isfinite(noise).all():
         raise Lacking(FRESH)
-    return Record(without_memory(noise, lags), norm, sigma, True)
+    return Record(without_memory(probe, noise, lags), norm, sigma, True)
 
 
 def _loud(probe: Probe) -> tuple[float, float]:

@@ -139,10 +139,11 @@ def _is_what_it_says(probe: Probe) -> None:
         return
     one, other = (probe.change([sample], max(NORMS)) - probe.drift for sample in (probe.strong, probe.data(1, 17)))
     moved = np.abs(one) > 1e-3 * np.abs(one).max()  # C is above the gradients
+    both = moved & (np.abs(other) > 1e-3 * np.abs(other).max())  # a ReLU's units may be dead for one of them
     far = np.median(np.abs(one[moved]))
-    alike = np.abs(np.abs(np.stack([one, other])[:, moved]) / far - 1) < 1e-2
+    alike = np.abs(np.abs(np.stack([one, other])[:, both]) / far - 1) < 1e-2
     opposed = np.abs(one - other).max() > 1e-3 * np.abs(one).max()  # some go the other way
-    if opposed and moved.sum() >= max(8, 0.2 * moved.size) and alike.mean() > 0.9:
+    if opposed and both.sum() >= max(8, 0.2 * moved.size) and alike.mean() > 0.9:
         raise AuditError(
             "a step moves every parameter equally far, whatever its gradient is: this is no SGD. Say "
             'optimizer="adam" to the trainable where it is Adam, AdamW or RMSprop; audit other optimizers with SGD in '

@@ -238,7 +238,7 @@ class Job:
         self.optimizer: Any = None
         first = trained[0]
         self.device = first.device
-        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.get_default_dtype()
+        self.dtype = first.dtype if first.dtype.is_floating_point else torch.get_default_dtype()
 
     def flat(self) -> Array:
         """The trained parameters [P]."""

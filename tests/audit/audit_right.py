@@ -148,6 +148,37 @@ def own_loop(order: Callable[[Any], Any] = list) -> Any:
                           expected_batch_size=8)  # fmt: skip
 
 
+def loop_of(
+    inner_of: Callable[..., Any], schedule: Callable[..., Any] | None = None, divisor: float = 0.0,
+    activation: type[nn.Module] = nn.Tanh, **said: Any,
+) -> Any:  # fmt: skip
+    """A loop around an optimizer of torch, made anew in every run. divisor: of the sums, in place of their size."""
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), activation(), nn.Linear(16, CLASSES))
+
+    def train(model: nn.Module, batches: Any, *, clipping_norm: float, noise_multiplier: float, **_: Any) -> None:
+        params = list(model.parameters())
+        inner = inner_of(params)
+        rates = schedule(inner) if schedule is not None else None
+        for batch in batches:
+            total = [torch.zeros_like(p) for p in params]
+            for x, y in zip(*batch, strict=True):
+                found = torch.autograd.grad(nn.functional.cross_entropy(model(x[None]), y[None]), params)
+                factor = (clipping_norm / (torch.stack([g.norm() for g in found]).norm() + 1e-30)).clamp(max=1)
+                if torch.isfinite(factor):
+                    total = [t + factor * g for t, g in zip(total, found, strict=True)]
+            for p, t in zip(params, total, strict=True):
+                noise = noise_multiplier * clipping_norm * torch.randn_like(t)
+                p.grad = (t + noise) / (divisor or max(len(batch[0]), 1))
+            inner.step()
+            if rates is not None:
+                rates.step()
+
+    return TorchTrainable(make_model, train=train, loss=nn.functional.cross_entropy, make_batch=classified,
+                          loss_kind="cross_entropy", **{"learning_rate": LR, **said})  # fmt: skip
+
+
 class Bare:
     """Nothing but build, run and make_batch."""
 
@@ -206,6 +237,28 @@ FASTDP: dict[str, Callable[[], Any]] = {
     "fastdp, automatic, layerwise": ours(clipping="automatic", style="layerwise"),
     "fastdp, Adam": ours(adam=True),
 }
+_SGD, _OPTIM = torch.optim.SGD, torch.optim.lr_scheduler
+LOOPS: dict[str, Callable[[], Any]] = {
+    "a long momentum": lambda: loop_of(lambda ps: _SGD(ps, LR, momentum=0.95)),
+    "momentum and weight decay": lambda: loop_of(lambda ps: _SGD(ps, LR, momentum=0.9, weight_decay=1e-2)),
+    "Nesterov and weight decay": lambda: loop_of(
+        lambda ps: _SGD(ps, LR, momentum=0.9, weight_decay=1e-2, nesterov=True)
+    ),
+    "a rate that falls": lambda: loop_of(lambda ps: _SGD(ps, LR), lambda inner: _OPTIM.ExponentialLR(inner, 0.99)),
+    "a rate that falls later": lambda: loop_of(
+        lambda ps: _SGD(ps, LR), lambda inner: _OPTIM.CosineAnnealingLR(inner, 1000)
+    ),
+    "divided by 32": lambda: loop_of(lambda ps: _SGD(ps, LR), divisor=32),
+    **{
+        f"AdamW at {rate:g}": lambda rate=rate: loop_of(  # type: ignore[misc]
+            lambda ps: torch.optim.AdamW(ps, rate), optimizer="adam", learning_rate=rate
+        )
+        for rate in (0.1, 0.01, 0.0001)
+    },
+    "Adam, weight decay in the gradient": lambda: loop_of(
+        lambda ps: torch.optim.Adam(ps, 0.01, weight_decay=1e-2), optimizer="adam", learning_rate=0.01
+    ),
+}
 RIGHT = {**HAND, **FASTDP}
 
-__all__ = ["FASTDP", "HAND", "RIGHT", "opacus", "secure", "torch"]
+__all__ = ["FASTDP", "HAND", "LOOPS", "RIGHT", "loop_of", "opacus", "secure", "torch"]

@@ -36,6 +36,21 @@ def test_a_right_step_passes_every_test(name: str) -> None:
     assert report.exit_status == 0 and [f.name for f in report.findings] == names
 
 
+@pytest.mark.parametrize("name", right.LOOPS)
+def test_loops_around_optimizers_of_torch_are_right(name: str) -> None:
+    report = audit(right.LOOPS[name](), seed=3)
+    assert not report.bugs, str(report)
+    assert ("learning rate changes" in str(report["noise_independence"].sentence)) == ("that falls" in name)
+
+
+def test_a_rate_that_begins_at_zero_and_an_adam_that_is_said_to_be_sgd() -> None:
+    warm = lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda k: min(1.0, k / 10))
+    with pytest.raises(AuditError, match="learning rate that begins at 0"):
+        audit(right.loop_of(lambda ps: torch.optim.SGD(ps, 0.1), warm))
+    with pytest.raises(AuditError, match="this is no SGD"):
+        audit(right.loop_of(lambda ps: torch.optim.Adam(ps, 0.01), activation=torch.nn.ReLU))
+
+
 @pytest.mark.parametrize("seed", [2, 5])
 def test_weights_that_move_far_are_no_dependence_of_samples(seed: int) -> None:
     """What differs at C and at a third of it is looked at again where the weights move less."""
