@@ -8,6 +8,7 @@ of the outputs' gradients. The weights, and the loss, are no part of either.
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.generations import Generation
+from ..batch_axis.layout import Layout, generation_of, tag_of
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..engine.repeated_backward import Lasting, Repeated
@@ -40,17 +42,20 @@ class StaleExample(GraphError):
 
 
 class Outputs:
-    """What a forward gave for these inputs: how it is made, and the layout of each tensor. batch: its samples.
+    """What a forward gave for these inputs: how it is made, and the layout of each tensor. batch: its samples; begin:
+    the number of a node of autograd's that was made before.
 
     kinds: shape, type and device of each tensor; reached: the numbers of those that a backward has come to; passed:
-    whether one has come to none; hooked: whether one had a hook of the user's then.
+    whether one has come to none; inner: whether one has come to the forward past them; hooked: whether one had a hook
+    of the user's then.
 
     Raises GraphError where a replay cannot make it.
     """
 
-    def __init__(self, out: Any, batch: int, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, out: Any, batch: int, inputs: Sequence[Tensor], begin: int) -> None:
         self._leaves, self._spec = tree_flatten(out)
-        self.batch, self.reached, self.passed, self.hooked = batch, set[int](), False, False
+        self.batch, self.reached, self._begin = batch, set[int](), begin
+        self.passed = self.inner = self.hooked = False
         self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         tensors = [self._leaves[place] for place in self._places]
         for place in self._places:
@@ -85,7 +90,9 @@ class Outputs:
             if node is None or node in seen:
                 continue
             if (number := node._sequence_nr()) <= last:  # of the forward, or of what was before it
-                self.reached.update(k for k, own in enumerate(self._nodes) if own == (number, place))
+                found = [k for k, own in enumerate(self._nodes) if own == (number, place)]
+                self.reached.update(found)
+                self.inner = self.inner or (not found and number > self._begin)
             else:
                 seen.add(node)
                 edges += node.next_functions
@@ -116,6 +123,18 @@ class Outputs:
 def _number_of(node: Any) -> int:
     """Autograd numbers a thread's nodes as they are made, so that what leads to a node has larger numbers."""
     return -1 if node is None else node._sequence_nr()
+
+
+def node_number() -> int:
+    """The number of a node that is made now."""
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        return _number_of(torch.zeros((), requires_grad=True).view(()).grad_fn)
+
+
+def left_behind(moment: Generation) -> bool:
+    """Whether a tensor lives that carries samples of forwards after this moment."""
+    living = (each for each in gc.get_objects() if isinstance(each, Tensor))
+    return any((found := generation_of(each)) is not None and found.number > moment.number for each in living)
 
 
 def _layout_of(tensor: Tensor, batch: int) -> Layout | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 import weakref
 from collections import Counter
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
+from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import mark_of
 from ..distributed.world import refuse_several
 from ..engine import loss_tracking
@@ -26,7 +28,7 @@ from ..errors import GraphError
 from ..graphs import making
 from ..graphs.batches import Batch, copies, odd_leaf, shape_of
 from ..graphs.cuda_graph import Pool, device_of
-from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, tensors_of
+from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, left_behind, node_number, tensors_of
 from ..graphs.guards import GLOBAL_HOOKS
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import OTHER_ROWS, device_of_model
@@ -39,6 +41,10 @@ _CHECK = "compared with a replay"
 _UNSEEN = (
     "Python gives other outputs than a replay, so the forward depends on something that changes beside its arguments, "
     "parameters and buffers (a number kept outside of the modules, say): pass it as an argument"
+)
+_NOT_RETURNED = (
+    "the forward leaves tensors behind that it does not return, in a list or a class, perhaps, for the loss to take: a "
+    "replay would not make them. Return them"
 )
 _SHAPES = 256  # of which it is noted how often they are met
 
@@ -225,8 +231,10 @@ class GraphedForwards:
             _check_hooks(module)
             if others := self._engine.others():
                 raise GraphError(f"'{others[0]}' requires grad and is not this optimizer's")
-            example = batch.of_size(copies(leaves), batch.size)
+            example, before = batch.of_size(copies(leaves), batch.size), Generation()
             program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
+            if left_behind(before) and gc.collect() >= 0 and left_behind(before):
+                raise GraphError(_NOT_RETURNED)
         except StaleExample:
             shape.example = None
             raise
@@ -250,7 +258,7 @@ class GraphedForwards:
             return plain(*args, **kwargs)
         if program is None:
             self._goes_eagerly(_FIRST, warns=False)
-            return self._noted(prepared, plain(*args, **kwargs), args, kwargs)
+            return self._noted(prepared, plain, args, kwargs)
         again = functools.partial(self._takes_others, shape)
         replay = Replay(program, active, plain, (args, kwargs), prepared.leaves, prepared.samples, again)
         program.count += 1
@@ -264,16 +272,17 @@ class GraphedForwards:
         out = replay.run()
         if out is None:
             self._goes_eagerly("Python decides by the numbers of the batch another way")
-            return self._noted(prepared, plain(*args, **kwargs), args, kwargs)
+            return self._noted(prepared, plain, args, kwargs)
         self.replayed += 1
         return out
 
-    def _noted(self, prepared: Prepared, out: Any, args: Any, kwargs: Any) -> Any:
-        """What Python's forward gave, which is noted until its backward."""
-        shape = prepared.shape
+    def _noted(self, prepared: Prepared, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What Python's forward gives, which is noted until its backward."""
+        shape, begin = prepared.shape, node_number()
+        out = plain(*args, **kwargs)
         try:
             with torch._C.DisableTorchFunction():
-                example = Outputs(out, prepared.samples, tensors_of((args, kwargs)))
+                example = Outputs(out, prepared.samples, tensors_of((args, kwargs)), begin)
                 now = tree_flatten((args, kwargs))[0]
                 if len(now) != len(prepared.leaves) or any(
                     a is not b for a, b in zip(now, prepared.leaves, strict=True)
@@ -291,7 +300,9 @@ class GraphedForwards:
         for shape in self._shapes.values():
             if (noted := shape.noted) is not None:
                 noted.look(roots)
-                if noted.reached:
+                if noted.inner:
+                    shape.refused, shape.programs, shape.example = _NOT_RETURNED, [], None
+                elif noted.reached:
                     shape.example = noted
                 if noted.reached or noted.passed:  # (another model's backward may come before its own)
                     shape.noted = None

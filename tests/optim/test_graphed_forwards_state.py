@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -91,6 +92,36 @@ def test_batches_of_a_loader_that_are_mixed_before_the_model(name: str, way: str
         warnings.simplefilter("ignore")
         wanted, replayed = run("plain"), run(way)
     assert wanted == replayed and (wanted[-1] == "mixes") == (name != "nothing")
+
+
+class Kept:
+    """Where a forward leaves what it does not return."""
+
+    many: list[Tensor] = []
+    last: Tensor | None = None
+
+
+def kept_outside(detached: bool, m: Model, x: Tensor) -> Tensor:
+    Kept.last = m.rows(x).detach() if detached else m.rows(x)
+    Kept.many += [] if detached else [Kept.last.square().sum(1).mean()]
+    return m.head(m.rows(x))
+
+
+@pytest.mark.parametrize(
+    "taken, detached, start",
+    [("many", False, 0), ("many", False, FROM), ("last", False, 0), ("last", True, 0), ("last", True, FROM)],
+)
+def test_tensors_left_outside_of_modules_go_through_python(taken: str, detached: bool, start: int) -> None:
+    def step(m: Model, k: int) -> Tensor:
+        Kept.many.clear()
+        loss = loss_of(m(batch(k)[0]), k)
+        if k < start:
+            return loss
+        assert Kept.last is not None and len(Kept.many) == (not detached)
+        return loss + (Kept.many[0] if taken == "many" else Kept.last.square().sum(1).mean())
+
+    told = told_of(functools.partial(kept_outside, detached), step)
+    assert told.replayed == 0 and "leaves tensors behind" in told.told()
 
 
 def test_what_no_guard_sees_is_found_by_a_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
