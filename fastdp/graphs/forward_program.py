@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..batch_axis import tensor_notes
 from ..batch_axis.generations import Generation
 from ..batch_axis.layout import Layout, generation_of, tag_of
 from ..engine.gradients import Gradients
@@ -34,6 +35,7 @@ from .halves import Halves, captured
 from .recorder import Seam, memory_of
 from .steps import StepProgram
 
+_NOTES = tensor_notes.NUMBER, tensor_notes.NUMBER_OF, tensor_notes.MADE  # of constants
 _WEIGHT = 0.75  # of a loss that the model computes
 
 
@@ -71,6 +73,7 @@ class Outputs:
         self.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self.requires_grad = [tensor.requires_grad for tensor in tensors]
         self.layouts = [_layout_of(tensor, batch) for tensor in tensors]
+        self.notes = [{name: t.__dict__[name] for name in _NOTES if name in t.__dict__} for t in tensors]
         self._nodes = [(_number_of(tensor.grad_fn), tensor.output_nr) for tensor in tensors]
         self._tensors = [tensor for tensor in tensors if tensor.requires_grad]  # until a backward
 
@@ -202,7 +205,7 @@ class ForwardProgram(StepProgram):
         if self.program.draws:
             self.only = self.only or "it draws random numbers, and would draw more"
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
-        self.guards = Guards(engine.model, constants, None)
+        self.guards = Guards(engine.model, constants)
 
     def _choose_way(self, compile: bool, pool: Pool | None) -> None:
         gradients = [(number, *self.example.kinds[number][1:]) for number in self.reached]

@@ -140,15 +140,13 @@ class Guards:
     """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is.
 
     constants: memory of tensors that a recording takes; written: attributes that a forward writes (the length of the
-    last batch), which tell nothing of the next; None if it writes none: then other objects in their places are a
-    change, too.
+    last batch), which tell nothing of the next.
     """
 
     def __init__(
-        self, model: nn.Module, constants: Collection[int] = (), written: Collection[tuple[int, str]] | None = ()
+        self, model: nn.Module, constants: Collection[int] = (), written: Collection[tuple[int, str]] = ()
     ) -> None:
-        self.model, self._written = model, frozenset(written or ())
-        self._of_objects = written is None
+        self.model, self._written = model, frozenset(written)
         self._modules = [(path, module, module.training) for path, module in model.named_modules()]
         self._parts = [self._part(module) for _, module, _ in self._modules]
         self._held: list[tuple[dict[str, Any], str, str, Tensor, Any, bool]] = []
@@ -199,11 +197,8 @@ class Guards:
         return notes
 
     def _notes(self, module: nn.Module, met: list[Any]) -> dict[str, Any]:
-        found = _attributes(module, met)
-        if self._of_objects:
-            held = module.__dict__
-            found |= {name: (note, _Itself(held[name])) for name, note in found.items() if not _is_known(note)}
-        return found
+        found, held = _attributes(module, met), module.__dict__
+        return found | {name: (note, _Itself(held[name])) for name, note in found.items() if not _is_known(note)}
 
     def _glance(self) -> list[Any]:
         return [

@@ -58,8 +58,9 @@ class Replay:
             self._before, self._all_before = self._versions(), self._versions_of_all()
             differ = [outputs[number] for number, wants in enumerate(example.requires_grad) if wants]
             _Replayed.apply(self._pass.token, self, differ)  # type: ignore[no-untyped-call]
-            for own, layout in zip(outputs, example.layouts, strict=True):
+            for own, layout, notes in zip(outputs, example.layouts, example.notes, strict=True):
                 tag(own, None if layout is None else layout._replace(batch=self._samples))
+                own.__dict__.update(notes)
         self._pass.backward.counted = False  # uses are known when the backward comes
         return self.program.tree(outputs)
 

@@ -24,7 +24,7 @@ from ..engine import loss_tracking
 from ..engine.module_hooks import ModuleHook, is_inner
 from ..engine.per_sample import PerSampleGradients
 from ..engine.state import ENGINES
-from ..errors import GraphError
+from ..errors import BatchReadWarning, GraphError, LossReductionWarning
 from ..graphs import making
 from ..graphs.batches import Batch, copies, odd_leaf, shape_of
 from ..graphs.cuda_graph import Pool, device_of
@@ -232,7 +232,10 @@ class GraphedForwards:
             if others := self._engine.others():
                 raise GraphError(f"'{others[0]}' requires grad and is not this optimizer's")
             example, before = batch.of_size(copies(leaves), batch.size), Generation()
-            program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
+            with warnings.catch_warnings():
+                for kind in (LossReductionWarning, BatchReadWarning):  # of the loss of a recording
+                    warnings.simplefilter("ignore", kind)
+                program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
             if left_behind(before) and gc.collect() >= 0 and left_behind(before):
                 raise GraphError(_NOT_RETURNED)
         except StaleExample:

@@ -124,6 +124,27 @@ def test_tensors_left_outside_of_modules_go_through_python(taken: str, detached:
     assert told.replayed == 0 and "leaves tensors behind" in told.told()
 
 
+SUMS: dict[str, tuple[Callable[..., Any], Step]] = {
+    "a sum that the model computes": (
+        lambda m, x: plain(m, x).square().sum(),
+        lambda m, k: m(batch(k)[0]) / len(batch(k)[0]),
+    ),
+    "shares that it returns": (
+        lambda m, x: {"logits": plain(m, x), "share": torch.full((len(x),), 1 / len(x))},
+        lambda m, k: (lambda out: (out["logits"].square().sum(1) * out["share"]).sum())(m(batch(k)[0])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_means_of_sums_are_not_warned_of(name: str) -> None:
+    """Not of the loss either that a recording makes of the outputs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _, _, optimizer = run(*SUMS[name], True)
+    assert optimizer._privacy.graphs.replayed > 3
+
+
 def test_what_no_guard_sees_is_found_by_a_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALE", [1.0])
     model = Model(lambda m, x: plain(m, x) * SCALE[0])
