@@ -29,8 +29,8 @@ from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
 from ..grad_sample.parameter_links import link_of
+from ..utils.autograd_graph import on_gradient
 from ..utils.garbage_collection import COLLECTOR
-from ..utils.gradient_hook import on_gradient
 from . import later_copies, loss_tracking
 from .attach_checks import is_stateless, refuse_hooks
 from .backward import Arrival, Backward

@@ -27,7 +27,7 @@ from ..batch_axis.inputs import nested_tensors
 from ..errors import StepError
 from ..grad_sample.parameter_links import leaves_of, link_of, span_of
 from ..grad_sample.parameter_use import ParameterUse
-from ..utils.gradient_hook import on_gradient
+from ..utils.autograd_graph import on_gradient
 from ..utils.pytree import map_tensors
 from ..utils.rng_state import States, random_states, set_random_states
 

@@ -10,7 +10,7 @@ from ..batch_axis.generations import LOADERS
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.tensor_notes import LOADED, MOMENT
 from ..errors import StepError
-from ..utils.gradient_hook import on_gradient
+from ..utils.autograd_graph import on_gradient
 from .backward import Backward
 
 _PUBLIC_GRAPH = (

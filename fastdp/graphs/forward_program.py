@@ -22,7 +22,7 @@ from ..engine.per_sample import PerSampleGradients
 from ..engine.repeated_backward import Lasting, Repeated
 from ..errors import GraphError
 from ..ops.common import autocast_kinds
-from ..utils.gradient_hook import on_gradient
+from ..utils.autograd_graph import graph_nodes, on_gradient
 from ..utils.rng_state import set_random_states
 from . import _RECORDING
 from .batches import Batch, odd_leaf
@@ -80,12 +80,7 @@ class Outputs:
         nodes, self._nodes = self._nodes, []
         if not nodes:
             return
-        inner, waiting = set[Any](), [node for node, _ in nodes]
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in inner:
-                inner.add(node)
-                waiting += [following for following, _ in node.next_functions]
+        inner = set(graph_nodes(node for node, _ in nodes))
         edges: list[Any] = [(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None]
         seen = set[Any]()
         while edges:

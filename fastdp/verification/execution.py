@@ -17,6 +17,7 @@ from ..batch_axis.python_reads import PythonReads
 from ..data.random_generators import RandomNumbers, devices_of, generators_of
 from ..engine.per_sample import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
+from ..utils.autograd_graph import graph_nodes
 from .random_draws import SampleDraws
 from .records import Records
 from .state import Kept
@@ -197,13 +198,7 @@ class Runs:
 @contextlib.contextmanager
 def _others_grads(loss: Tensor) -> Iterator[None]:
     """No backward adds to the gradients of what the loss takes besides: what stands in `.grad` is put back."""
-    seen, waiting, leaves = set[Any](), [loss.grad_fn], list[Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            leaves += [node.variable] if hasattr(node, "variable") else []
-            waiting += [following for following, _ in node.next_functions]
+    leaves = [node.variable for node in graph_nodes([loss.grad_fn]) if hasattr(node, "variable")]
     kept = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in kept:
         leaf.grad = None
