@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FrameType
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from ..batch_axis.current_batch import PhysicalBatch
 from ..distributed.frameworks import accumulates
 from ..errors import StepError
 from ..ops.checks import capturing
+from ..utils.code_location import frames
 
 _PHYSICAL = (
     "For batches larger than the memory give poisson_loader max_physical_batch_size= and call step() after each batch: "
@@ -188,10 +188,7 @@ def refuse_division() -> None:
     wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     if count == 1 or wrapper is None:
         return
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and not isinstance(caller.f_locals.get("self"), wrapper):
-        caller = caller.f_back
-    if caller is not None:
+    if any(isinstance(each.f_locals.get("self"), wrapper) for each in frames(sys._getframe(1))):
         raise StepError(
             f"Accelerator(gradient_accumulation_steps={count}) divides every loss by {count}, so every sample's norm "
             f"would be {count} times too small beside max_grad_norm. {_PHYSICAL}"

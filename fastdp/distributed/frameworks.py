@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from ..errors import StepError
+from ..utils.code_location import frames
 from .world import processes
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
@@ -124,15 +124,13 @@ def _calling() -> list[Any]:
     of Lightning's own, and that method, are asked for their locals: asking keeps what they hold alive, batches and all.
     """
     kinds, packages = _modules(), tuple(f"{name}." for name in _LIGHTNING)
-    caller: FrameType | None = sys._getframe(1) if kinds else None
-    while caller is not None:
+    for caller in frames(sys._getframe(1) if kinds else None):
         name = str(caller.f_globals.get("__name__", ""))
         if caller.f_code.co_name == "configure_optimizers" or name.startswith(packages):
             owner = caller.f_locals.get("self")
             for each in (owner, vars(owner).get("_lightning_module") if hasattr(owner, "__dict__") else None):
                 if isinstance(each, kinds) and (trainer := getattr(each, "_trainer", None)) is not None:
                     return [trainer]
-        caller = caller.f_back
     return []
 
 

@@ -6,7 +6,6 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,6 +15,7 @@ from ..accounting import History
 from ..accounting.runs import finite, run_of, whole
 from ..accounting.used_draws import UsedDraws
 from ..errors import StepError
+from ..utils.code_location import frames
 from . import moment_checks
 from .private_step import PrivateStep
 
@@ -236,18 +236,14 @@ def embed_record(found: dict[str, Any]) -> None:
 
 def torch_is_at(function: str) -> bool:
     """Whether this function of torch.distributed.checkpoint is what calls an optimizer's methods."""
-    caller: FrameType | None = sys._getframe(1) if _CHECKPOINT in sys.modules else None
-    while caller is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) != (_CHECKPOINT, function):
-        caller = caller.f_back
-    return caller is not None
+    callers = frames(sys._getframe(1) if _CHECKPOINT in sys.modules else None)
+    return any((each.f_globals.get("__name__"), each.f_code.co_name) == (_CHECKPOINT, function) for each in callers)
 
 
 def _warn(text: str) -> None:
     """A warning of the line that has called torch, or fastdp."""
-    caller: FrameType | None = sys._getframe()
-    level = 1
-    while caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] in ("fastdp", "torch"):
-        caller, level = caller.f_back, level + 1
+    rooms = (str(each.f_globals.get("__name__")).partition(".")[0] for each in frames(sys._getframe()))
+    level = next((level for level, room in enumerate(rooms, 1) if room not in ("fastdp", "torch")), 1)
     warnings.warn(text, stacklevel=level)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -18,8 +19,13 @@ def place_of(frame: FrameType | None) -> str:
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
 
 
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """This frame and those around it, outwards."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def users(frame: FrameType | None) -> FrameType | None:
     """The innermost frame, from this one outwards, that is neither torch's nor fastdp's."""
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, FASTDP)):
-        frame = frame.f_back
-    return frame
+    return next((each for each in frames(frame) if not each.f_code.co_filename.startswith((TORCH, FASTDP))), None)
