@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..grad_sample.conv import Conv
+from ..grad_sample.cross_terms import isometric
 from ..grad_sample.embedding import Lookup
 from ..grad_sample.linear import Matmul
 from ..grad_sample.parameter_links import leaves_of, link_of
@@ -36,15 +37,9 @@ def readings(gradients: Gradients) -> Iterator[Reading]:
         blocks = list(_blocks(use))
         for block in blocks:
             yield Reading(leaves, block)
-        if _is_mapped(use) or not (blocks or _holds_all(use)):
+        if not isometric(use.operand) or not (blocks or _holds_all(use)):
             link = link_of(use.operand)
             yield Reading(leaves, None, () if link is None else link.again)
-
-
-def _is_mapped(use: ParameterUse) -> bool:
-    """Whether the operand's gradient becomes the parameters' by a way that may read them."""
-    link = link_of(use.operand)
-    return link is not None and not (link.isometric and len(link.leaves) == 1)
 
 
 def _parts(use: ParameterUse) -> list[ParameterUse]:
