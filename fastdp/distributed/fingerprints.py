@@ -41,11 +41,6 @@ def mark_of_parameters(model: nn.Module) -> str:
     return mark(_marks(list(model.named_parameters())))
 
 
-def mark_of_tensors(tensors: list[Tensor]) -> str:
-    """Of the values of these."""
-    return mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
-
-
 def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
     found: list[object] = []
     for name, tensor in tensors:
@@ -143,7 +138,8 @@ def _same_randomness() -> Iterator[None]:
 
 def same_on_all(group: Any, tensors: Sequence[Tensor], device: torch.device | str) -> bool:
     """Whether all processes of a group hold the same numbers. All of them must ask."""
-    own = torch.tensor([int(mark_of_tensors(list(tensors)), 16) >> 1], device=device)
+    values = mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
+    own = torch.tensor([int(values, 16) >> 1], device=device)
     least, most = own.clone(), own.clone()
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)

@@ -156,10 +156,6 @@ class PerSampleGradients:
         self._forward.graphed = by
         return self._forward
 
-    def waits_for_backward(self) -> bool:
-        """Whether a backward may come through a forward that has ended."""
-        return loss_tracking.waits()
-
     def others(self) -> list[str]:
         """The names of parameters that require grad and are not tracked."""
         return [name for name, _ in self._tracked.others()]

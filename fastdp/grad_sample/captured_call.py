@@ -57,10 +57,6 @@ class Context:
         """Note tensors beside the data whose numbers the backward reads: autograd does not watch over these."""
         self._kept = [*self._kept, *[(t, t._version) for t in values if t is not None and not t.is_inference()]]
 
-    def cast_values(self, to: torch.dtype) -> None:
-        """Let the forward use the operands in this type."""
-        self.values = [None if t is None else t.to(to) for t in self.values]
-
     def check_kept(self, call: Captured) -> None:
         """Raises StepError where a kept tensor has been written to since."""
         if any(tensor._version != version for tensor, version in self._kept):

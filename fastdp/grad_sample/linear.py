@@ -171,7 +171,7 @@ def as_autocast(ctx: Context, x: Tensor) -> Tensor:
     cast = autocast_dtype(x)
     if cast is not None:
         x = x.to(cast)
-        ctx.cast_values(cast)
+        ctx.values = [None if t is None else t.to(cast) for t in ctx.values]
     if ctx.wanted[0]:
         ctx.keep(ctx.values[0])
     return x

@@ -195,7 +195,8 @@ class Positioned(ParameterUse):
         uses = [self, *others]
         if not all(map(self.is_like, others)):
             return Stack([use.stack([]) for use in uses])
-        first, second = (torch.cat([_one_each(use.sides()[side]) for use in uses]) for side in (0, 1))
+        # [B,K,*] -> [B * K, 1, *]: each position as a sample
+        first, second = (torch.cat([use.sides()[side].flatten(0, 1).unsqueeze(1) for use in uses]) for side in (0, 1))
         return self.of(first, second, self.name)
 
     def regroup(self, groups: Groups) -> ParameterUse:
@@ -205,11 +206,6 @@ class Positioned(ParameterUse):
 
 _FEW = 1 << 14  # numbers whose memory is not worth counting
 _WORTH_A_COPY = {torch.float32, torch.bfloat16, torch.float16}
-
-
-def _one_each(side: Tensor) -> Tensor:
-    """[B,K,*] -> [B * K, 1, *]: each position as a sample."""
-    return side.flatten(0, 1).unsqueeze(1)
 
 
 class Stored(ParameterUse):

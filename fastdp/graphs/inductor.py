@@ -97,14 +97,12 @@ def _graph_of(program: Program) -> fx.GraphModule:
     read = {read.operation for read in program.read}
     asked: list[fx.Node] = []
 
-    def node_of(leaf: Any) -> Any:
-        return nodes[leaf.number] if isinstance(leaf, Slot) else leaf
-
     for place, operation in enumerate(program.operations):
-        args, kwargs = tree_map(node_of, (operation.args, operation.kwargs))
+        given = operation.args, operation.kwargs
+        args, kwargs = tree_map(lambda leaf: nodes[leaf.number] if isinstance(leaf, Slot) else leaf, given)
         if place in read:  # copied where it stands: memory may be written to behind
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
-            asked += [graph.call_function(aten.clone.default, (node,)) for node in given]
+            taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
+            asked += [graph.call_function(aten.clone.default, (node,)) for node in taken]
             continue
         node = graph.call_function(_as_torch(operation.func), tuple(args), kwargs)
         if isinstance(operation.out, Slot):

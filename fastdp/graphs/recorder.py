@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..batch_axis.calls import bind
 from ..batch_axis.probing import asking
 from ..errors import GraphError
 from ..utils.rng_state import random_states, same_states
@@ -310,19 +311,12 @@ class Watch(TorchFunctionMode):
                 f"{func.__name__}() gives numbers of the batch to Python ({_reader() or 'a check of fastdp'}): what is "
                 "made of them cannot be replayed"
             )
-        if func is torch.nn.functional.one_hot and isinstance(count := _classes(args, kwargs), int) and count > 0:
-            return _one_hot(args[0] if args else (kwargs or {})["input"], count)
+        if func is torch.nn.functional.one_hot:
+            tensor, count = bind(args, kwargs or {}, "input", "num_classes")
+            if isinstance(count, int) and count > 0:  # (torch's reads the largest index, only to compare it)
+                zeros = torch.zeros((*tensor.shape, count), dtype=torch.int64, device=tensor.device)
+                return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
         return func(*args, **(kwargs or {}))
-
-
-def _classes(args: Any, kwargs: Any) -> Any:
-    return args[1] if len(args) > 1 else (kwargs or {}).get("num_classes")
-
-
-def _one_hot(tensor: Tensor, count: int) -> Tensor:
-    """torch's, which reads the largest index only to compare it: here `scatter` does that."""
-    ids = tensor.unsqueeze(-1)
-    return torch.zeros((*tensor.shape, count), dtype=torch.int64, device=tensor.device).scatter_(-1, ids, 1)
 
 
 def _is_index_by_places(func: Any, given: list[Tensor]) -> bool:

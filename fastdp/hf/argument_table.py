@@ -278,10 +278,6 @@ PAIR_LOSSES = (
 _UNKNOWN = "the losses that fastdp knows have no such weight; leave its default"
 
 
-def _uncoupled(value: Any) -> bool:
-    return all(name in PAIR_LOSSES for name in ([value] if isinstance(value, str) else value))
-
-
 DPO: dict[str, Field] = {
     **_TRL,
     "disable_dropout": supported(),
@@ -294,7 +290,7 @@ DPO: dict[str, Field] = {
         f"a pair's loss must be its own, as those of {', '.join(PAIR_LOSSES)} are; {' and '.join(COUPLING_PAIRS)} sort "
         "the log ratios of the whole batch, which couples pairs",
         ["aot"],
-        _uncoupled,
+        lambda value: ({value} if isinstance(value, str) else set(value)) <= set(PAIR_LOSSES),
     ),
     "loss_weights": supported(),
     "ld_alpha": refused(_UNKNOWN, 0.3),

@@ -78,7 +78,10 @@ def load(optimizer: Any, privacy: PrivateStep, base: type, torchs: Callable[[Any
         moment_checks.check_groups(optimizer.param_groups, held[1], optimizer.defaults)
         drop_record(optimizer.param_groups)
         if take_ups and privacy.busy:
-            _warn(_BUSY)
+            _warn(
+                "a state was loaded between backward and step: the gradients at hand are dropped, and no step was made "
+                "of them. Load before the backward, or after the step."
+            )
         for take_up in take_ups:
             take_up()
         taken = True
@@ -216,10 +219,6 @@ UNKNOWN = "this state was saved by an optimizer without privacy: the accountant'
 _NONE, _STEPS = "none", "optimizer_steps"
 _SETTINGS = ("noise_multiplier", "clipping", "style", "max_grad_norm", "gamma", _QUANTILE)
 _CHECKPOINT, _LOADER, MAKER = "torch.distributed.checkpoint.state_dict", "_load_optim_state_dict", "_init_optim_state"
-_BUSY = (
-    "a state was loaded between backward and step: the gradients at hand are dropped, and no step was made of them. "
-    "Load before the backward, or after the step."
-)
 
 
 def embed_record(found: dict[str, Any]) -> None:
@@ -310,9 +309,5 @@ def drop_record(groups: list[dict[str, Any]]) -> None:
         group.pop(RECORD, None)
 
 
-def _has_stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    drop_record(optimizer.param_groups)
-
-
 # An optimizer without privacy keeps what rode along in a state it loads, and would hand it on after steps of its own.
-register_optimizer_step_post_hook(_has_stepped)
+register_optimizer_step_post_hook(lambda optimizer, *_: drop_record(optimizer.param_groups))
