@@ -134,12 +134,6 @@ class LoaderUsers(weakref.WeakSet[SkippedBatches]):
         super().__init__()
         self.taken: deque[Taken] = deque(maxlen=4)  # the last passes in which nobody trained
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
 
 _OF_DATA: weakref.WeakKeyDictionary[Any, LoaderUsers] = weakref.WeakKeyDictionary()
 

@@ -23,7 +23,7 @@ from .grouped_kernels import GroupedKernels
 from .parameter_use import ParameterUse, Positioned, Stored
 from .planner import Planner
 from .routed_rows import Routed, row_sum, use_of_rows
-from .rules import by_sample, refuse_contraction, sample_layout, use_rule
+from .rules import by_sample, made_of_data, refuse_contraction, sample_layout, use_rule
 
 
 class Matmul(Positioned):
@@ -109,9 +109,11 @@ class Matmul(Positioned):
 
 
 def trimmed(total: Tensor, operand: Tensor) -> Tensor:
-    """A sum without the rows or columns that are of columns of zeros."""
+    """A sum in the operand's shape, without the rows or columns that are of columns of zeros."""
+    if total.numel() == operand.numel():
+        return total if total.shape == operand.shape else total.view(operand.shape)
     outputs, inputs = operand.shape
-    return total if total.shape == operand.shape else total[:outputs, :inputs].contiguous()
+    return total[:outputs, :inputs].contiguous()
 
 
 def by_address(a: Tensor, g: Tensor) -> bool:
@@ -121,9 +123,9 @@ def by_address(a: Tensor, g: Tensor) -> bool:
 
 
 class Many(GroupedKernels):
-    """Products of equal shape."""
+    """Products of equal shape, or convolutions that are such products."""
 
-    def __init__(self, uses: Sequence[Matmul]) -> None:
+    def __init__(self, uses: Sequence[Any]) -> None:
         self.operand, self.route = uses[0].operand, uses[0].route
         self._pairs = [use.whole for use in uses]
 
@@ -166,6 +168,12 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def computed(x: Tensor) -> Tensor:
+    """The data in the type that autocast computes in."""
+    cast = autocast_dtype(x)
+    return x if cast is None else x.to(cast)
+
+
 def as_autocast(ctx: Context, x: Tensor) -> Tensor:
     """The data, and the operands, in the type autocast computes in. The first operand is kept for the backward."""
     cast = autocast_dtype(x)
@@ -184,14 +192,10 @@ class _Product(Captured):
     flipped = False  # whether the operand is stored [I,O]
 
     def as_computed(self, x: Tensor) -> Tensor:
-        cast = autocast_dtype(x)
-        return _in_rows(x if cast is None else x.to(cast))
+        return _in_rows(computed(x))
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
-        if not ctx.learned[0]:
-            return ()
-        cast = autocast_dtype(data[0])
-        return (data[0] if cast is None else data[0].to(cast),)
+        return (computed(data[0]),) if ctx.learned[0] else ()
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         if in_any_order(self.layout, grads[0]):
@@ -296,9 +300,12 @@ def row_sums(g: Tensor) -> Tensor:
 
 
 def _linear(forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    if forward_pass.is_parameter(x) or x.dim() == 0 or weight.dim() != 2 or not forward_pass.is_data(x):
-        return NotImplemented
-    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias) if t is not None):
+    if (
+        x.dim() == 0
+        or weight.dim() != 2
+        or not made_of_data(forward_pass, x)
+        or made_of_data(forward_pass, weight, bias)
+    ):
         return NotImplemented
     layout = sample_layout(forward_pass, x, name)
     refuse_contraction(forward_pass, layout, x.dim() - 1, name)
@@ -364,9 +371,9 @@ def capture_addmm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], k
     bias, x, weight = bind(args, kwargs, "input", "mat1", "mat2")
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or len(args) > 3:
         return NotImplemented
-    if forward_pass.is_parameter(x) or not forward_pass.is_data(x) or bias.dim() != 1 or bias.numel() != weight.size(1):
+    if bias.dim() != 1 or bias.numel() != weight.size(1):
         return NotImplemented
-    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias)):
+    if not made_of_data(forward_pass, x) or made_of_data(forward_pass, weight, bias):
         return NotImplemented
     layout = sample_layout(forward_pass, x, "addmm")
     refuse_contraction(forward_pass, layout, 1, "addmm")

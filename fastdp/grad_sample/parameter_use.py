@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..batch_axis.row_groups import Groups
 from ..ops.bounds import added, enlarged, roundings, unit
-from ..ops.common import accumulate, chunks
+from ..ops.common import accumulate, chunks, sum_type
 from ..ops.registry import is_watched
 from ..ops.rows import square_sum, weighted_sum
 from ..utils.pytree import tensors_in
@@ -369,8 +369,8 @@ class Regrouped(ParameterUse):
                 total[group - low] += part[row]
         if total is not None:
             return total
-        kind = torch.float64 if self.operand.dtype == torch.float64 else torch.float32
-        return torch.zeros((high - low, *self.operand.shape), dtype=kind, device=self.operand.device)
+        shape = (high - low, *self.operand.shape)
+        return torch.zeros(shape, dtype=sum_type(self.operand), device=self.operand.device)
 
     def _runs(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Ranges of samples of these groups: consecutive ones, as many as fit."""

@@ -119,9 +119,6 @@ def untouched(generator: torch.Generator) -> Iterator[None]:
         generator.set_state(state)
 
 
-untouched = untouched
-
-
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operations on this device take if they are given none."""
     if device.type == "cpu":
