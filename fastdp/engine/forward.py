@@ -190,7 +190,8 @@ class Forward(Engine):
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.replays.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
-        moment = self._last_moment() if recomputing else None
+        moments = self._moments or self._ended
+        moment = moments[-1] if recomputing and moments else None  # of the forward that is computed again
         active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
         active.recomputes = recomputing
         if not recomputing:
@@ -235,11 +236,6 @@ class Forward(Engine):
         if hand is None:
             refuse_more_rows(followed, self.batch, tensors)
         active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
-
-    def _last_moment(self) -> Generation | None:
-        """Of the forward that is computed again."""
-        known = self._moments or self._ended
-        return known[-1] if known else None
 
     def runs_again(self) -> bool:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""

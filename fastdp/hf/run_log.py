@@ -8,7 +8,6 @@ damaged line elsewhere counts as a step.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -16,12 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import AccountingError, StepError
-from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes in one folder are not noticed
-    fcntl = None  # type: ignore[assignment]
+from ..utils.append_log import append, content_of, line_of, lock, sync_folder, whole_lines
 
 
 class Entry(NamedTuple):
@@ -49,7 +43,10 @@ class RunLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            self._lock()
+            if not lock(self._file):
+                raise AccountingError(
+                    f"another process is training with {path}: wait for it, stop it, or take another folder"
+                )
             self._read(plan)
         except BaseException:
             os.close(self._file)
@@ -94,17 +91,6 @@ class RunLog:
                 f"the step could not be written to {self.path} ({problem.strerror}), so it was not made: what was "
                 "saved before is untouched. Free some space there, and resume"
             ) from problem
-
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            if problem.errno in (errno.EAGAIN, errno.EACCES):  # else a network folder without locks
-                raise AccountingError(
-                    f"another process is training with {self.path}: wait for it, stop it, or take another folder"
-                ) from None
 
     def _read(self, plan: dict[str, Any]) -> None:
         assert self.path is not None

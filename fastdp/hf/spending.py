@@ -16,7 +16,8 @@ from transformers.trainer_utils import SaveStrategy
 from ..accounting import epsilon_of, noise_multiplier_for, warn_of_delta
 from ..accounting.card import PrivacyCard
 from ..accounting.participation import block_of
-from ..accounting.runs import most_within, steps_within
+from ..accounting.runs import most_within, steps_in, steps_within
+from ..data.grouping import column
 from ..errors import AccountingError
 from ..mechanisms import CycleLoader
 from ..optim import adaptive_clipping
@@ -25,7 +26,7 @@ from ..optim.optimizer_replacement import spent_before
 from ..optim.optimizers import PrivateOptimizer
 from ..utils.formatting import at_most
 from . import ledger
-from .batches import Source, column
+from .batches import Source
 from .correlated import SAMPLING, strategy_of
 from .options import PrivacyArguments
 
@@ -237,7 +238,7 @@ class Spending:
             self._carry_blocks(run.mechanism)
         if target is None:
             return
-        done, rest, loader = sum(made[2] for made in history), max_steps - self.state.global_step, self._source.loader
+        done, rest, loader = steps_in(history), max_steps - self.state.global_step, self._source.loader
         by, delta = self.privacy.accountant, self.delta()
         if isinstance(run, CorrelatedStep) and isinstance(loader, CycleLoader):
             spent, place, promise = run.mechanism.strategy.epsilon, self._place["step"], loader.participation
@@ -269,14 +270,14 @@ class Spending:
         self._place = self._source.loader.state_dict()
         if self.args.should_save:
             ledger.write(self.args.output_dir, self._spent(), None)
-        return self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
+        return self._allowed is not None and steps_in(self.history) >= self._allowed
 
     def before_step(self) -> None:
         """Called when a step begins."""
 
     def _is_over(self) -> bool:
         """Whether the run has made its last step."""
-        spent = self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
+        spent = self._allowed is not None and steps_in(self.history) >= self._allowed
         return spent or self.state.global_step >= self.state.max_steps
 
     def _options(self) -> dict[str, Any]:

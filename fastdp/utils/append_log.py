@@ -15,6 +15,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows: two processes at once are not noticed there
+    fcntl = None  # type: ignore[assignment]
+
+
+def lock(file: int) -> bool:
+    """Lock an open file against other processes. False if one of them has locked it; where there are no locks, as on
+    some network folders, True."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            return problem.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
 
 def line_of(content: Mapping[str, Any]) -> bytes:
     """A line that says this."""

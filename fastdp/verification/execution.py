@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..batch_axis.python_reads import PythonReads
-from ..data.random_generators import RandomNumbers, devices_of, generators_of
 from ..engine.per_sample import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
 from ..utils.autograd_graph import graph_nodes
+from ..utils.random_generators import RandomNumbers, devices_of, generators_of, seed_generators
 from .random_draws import SampleDraws
 from .records import Records
 from .state import Kept
@@ -78,9 +76,7 @@ class Runs:
         """A run of these samples; None: which only looks what is drawn. fresh: not with what a run before left."""
         if fresh:
             self.put_back()
-        torch.manual_seed(self.seed)
-        random.seed(self.seed)
-        np.random.seed(self.seed % 2**32)
+        seed_generators(self.seed)
         self._own.put_back_own()
         before = self._random()
         with contextlib.ExitStack() as stack:
