@@ -18,7 +18,7 @@ from ..accounting.card import PrivacyCard
 from ..accounting.participation import block_of
 from ..accounting.runs import most_within, steps_in, steps_within
 from ..data.grouping import column
-from ..errors import AccountingError
+from ..errors import AccountingError, StepError
 from ..mechanisms import CycleLoader
 from ..optim import adaptive_clipping
 from ..optim.correlated_noise import Blocks, CorrelatedStep
@@ -58,6 +58,17 @@ class Spending:
         self._clipped: tuple[Tensor, list[Tensor]] | None = None  # how many since the last log, and the norms of all
         self._computed: tuple[tuple[Any, float], float] | None = None  # the last epsilon, and of what
         self._accounting = [0.0, 0.0]  # when training began, and seconds spent on epsilon since
+
+    @property
+    def _batches(self) -> Source:
+        """The physical batches of the run."""
+        assert self._source is not None
+        return self._source
+
+    def _attached(self) -> PrivateOptimizer:
+        if self._private is not None:
+            return self._private
+        raise StepError("DPTrainer trains by train(): its step needs the private optimizer made there")
 
     @property
     def history(self) -> ledger.History:
@@ -194,8 +205,7 @@ class Spending:
     def _noise_for(self, steps: int, model: nn.Module) -> dict[str, Any]:
         """The strategy of the noise, and the noise multiplier that was given, or with which so many steps, and those
         made before, keep the budget."""
-        assert self._source is not None
-        sigma, loader = self.privacy.noise_multiplier, self._source.loader
+        sigma, loader = self.privacy.noise_multiplier, self._batches.loader
         wanted: Any = {
             "target_epsilon": self.privacy.target_epsilon, "delta": self.delta(), "steps": steps,
             "accountant": self.privacy.accountant,
@@ -232,13 +242,12 @@ class Spending:
 
     def _plan(self, max_steps: int) -> None:
         """How many steps the budget allows; raises AccountingError where it allows none."""
-        assert self._private is not None and self._source is not None
-        target, history, run = self.privacy.target_epsilon, self.history, self._private._privacy
+        target, history, run = self.privacy.target_epsilon, self.history, self._attached()._privacy
         if isinstance(run, CorrelatedStep):
             self._carry_blocks(run.mechanism)
         if target is None:
             return
-        done, rest, loader = steps_in(history), max_steps - self.state.global_step, self._source.loader
+        done, rest, loader = steps_in(history), max_steps - self.state.global_step, self._batches.loader
         by, delta = self.privacy.accountant, self.delta()
         if isinstance(run, CorrelatedStep) and isinstance(loader, CycleLoader):
             spent, place, promise = run.mechanism.strategy.epsilon, self._place["step"], loader.participation
