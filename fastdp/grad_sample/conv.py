@@ -136,9 +136,6 @@ class _Conv(Captured):
             )[0]
         ]  # fmt: skip
 
-    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        self.record_rows(ctx, self.rows(ctx, saved, grads))
-
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, g = (by_sample(t, self.layout) for t in (saved[0], grads[0]))
         sums = (sum_over(g, [d for d in range(1, g.dim()) if d != 2]),) if ctx.learned[1] else ()

@@ -263,12 +263,6 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.data_ptr() == b.data_ptr()
 
 
-class _Context(Context):
-    """One application, of which the gradients of the first `stored` samples are kept."""
-
-    stored = 0
-
-
 class _HeadLoss(Captured):
     """The loss with its head detached; the gradients of each sample's own loss are computed with it.
 
@@ -282,7 +276,6 @@ class _HeadLoss(Captured):
         self.labels, self.terms = labels, terms
 
     def forward(self, ctx: Context, *data: Tensor) -> Tensor:
-        assert isinstance(ctx, _Context)
         hidden = as_autocast(ctx, data[0])
         ctx.keep(*ctx.values)
         weight, bias = ctx.values
@@ -310,7 +303,6 @@ class _HeadLoss(Captured):
         return (computed(data[0]),) if ctx.learned[0] else ()
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        assert isinstance(ctx, _Context)
         (weight, bias), grad, made = ctx.operands, grads[0].reshape(-1), iter(saved)
         hidden = next(made) if ctx.learned[0] else None
         labels, lse = next(made), next(made)
@@ -390,4 +382,4 @@ def capture_head_loss(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
             raise SampleMixingError(f"{place}: {why}.", f"{place}: {why}")
     terms, target = _checked(hidden, weight, labels, bias, **kwargs)
     one = _HeadLoss(forward_pass, layout, target, terms)
-    return capture(one, _Context(forward_pass, weight, bias), hidden)
+    return capture(one, Context(forward_pass, weight, bias), hidden)

@@ -299,17 +299,13 @@ def row_sums(g: Tensor) -> Tensor:
     return g.squeeze(1) if g.size(1) == 1 else ops.common.sum_over(g, 1)
 
 
-def _linear(forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    if (
-        x.dim() == 0
-        or weight.dim() != 2
-        or not made_of_data(forward_pass, x)
-        or made_of_data(forward_pass, weight, bias)
-    ):
-        return NotImplemented
+def _captured(
+    kind: type[Captured], forward_pass: ForwardPass, name: str, x: Tensor, dim: int, *operands: Tensor | None
+) -> Any:
+    """The result of a product of this kind, which sums over a dimension of x."""
     layout = sample_layout(forward_pass, x, name)
-    refuse_contraction(forward_pass, layout, x.dim() - 1, name)
-    return capture(_Linear(forward_pass, name, layout), Context(forward_pass, weight, bias), x)
+    refuse_contraction(forward_pass, layout, dim, name)
+    return capture(kind(forward_pass, name, layout), Context(forward_pass, *operands), x)
 
 
 def captured_linear(forward_pass: ForwardPass, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool) -> Any:
@@ -325,7 +321,11 @@ def captured_linear(forward_pass: ForwardPass, x: Tensor, weight: Tensor, bias: 
 def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.linear(x, W, b), x of any number of dimensions."""
     x, weight, bias = bind(args, kwargs, "input", "weight", "bias")
-    return _linear(forward_pass, "linear", x, weight, bias)
+    if x.dim() == 0 or weight.dim() != 2:
+        return NotImplemented
+    if not made_of_data(forward_pass, x) or made_of_data(forward_pass, weight, bias):
+        return NotImplemented
+    return _captured(_Linear, forward_pass, "linear", x, x.dim() - 1, weight, bias)
 
 
 class _Left(Captured):
@@ -355,13 +355,9 @@ def capture_matmul(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], 
     if left and right:
         return NotImplemented
     if right and second.dim() == 2 and first.dim() >= 1:
-        layout = sample_layout(forward_pass, first, "matmul")
-        refuse_contraction(forward_pass, layout, first.dim() - 1, "matmul")
-        return capture(_Right(forward_pass, "matmul", layout), Context(forward_pass, second, None), first)
+        return _captured(_Right, forward_pass, "matmul", first, first.dim() - 1, second, None)
     if left and first.dim() == 2 and second.dim() >= 2:
-        layout = sample_layout(forward_pass, second, "matmul")
-        refuse_contraction(forward_pass, layout, second.dim() - 2, "matmul")
-        return capture(_Left(forward_pass, "matmul", layout), Context(forward_pass, first), second)
+        return _captured(_Left, forward_pass, "matmul", second, second.dim() - 2, first)
     return NotImplemented
 
 
@@ -375,6 +371,4 @@ def capture_addmm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], k
         return NotImplemented
     if not made_of_data(forward_pass, x) or made_of_data(forward_pass, weight, bias):
         return NotImplemented
-    layout = sample_layout(forward_pass, x, "addmm")
-    refuse_contraction(forward_pass, layout, 1, "addmm")
-    return capture(_Right(forward_pass, "addmm", layout), Context(forward_pass, weight, bias), x)
+    return _captured(_Right, forward_pass, "addmm", x, 1, weight, bias)

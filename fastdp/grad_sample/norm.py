@@ -16,7 +16,7 @@ from ..batch_axis.layout import Layout
 from ..batch_axis.propagate import layouts_of
 from ..errors import SampleMixingError
 from ..ops.common import accumulate
-from .broadcast import use_by_sample, uses_of_broadcast
+from .broadcast import uses_of_broadcast
 from .captured_call import FEW, Captured, Context, Given, capture
 from .forward_pass import ForwardPass
 from .linear import lies_in_order, steps_by_sample
@@ -66,7 +66,8 @@ class _RMSNorm(_Norm):
         operand, lead = ctx.operands[0], saved[0].dim() - len(self.along)
         x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
         rows = ops.rms_affine_per_sample(x, g, ops.norm.rms_rstd(x, self.eps))
-        ctx.forward_pass.record(use_by_sample(operand, rows.view(rows.size(0), *operand.shape), self.name))
+        rows = rows.view(rows.size(0), *operand.shape)
+        ctx.forward_pass.record(uses_of_broadcast(operand, rows, None, operand.dim(), self.name))
 
 
 def _layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
@@ -93,6 +94,7 @@ class _Native(Captured):
     """
 
     by_shapes = fresh = native = by_rows = True
+    with_made: Callable[..., Any]  # the function, as (result, *the two of `made`)
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, along: Any, eps: float) -> None:
         super().__init__(forward_pass, name, layout)
@@ -101,13 +103,11 @@ class _Native(Captured):
     def forward(self, ctx: Context, *data: Tensor) -> Any:
         if ctx.wanted[0]:
             ctx.keep(ctx.values[0])
-        assert self.with_made is not None
         out, *statistics = self.with_made(data[0], self.along, *ctx.values, self.eps)
         ctx.made = tuple(statistics)
         return out
 
     def run_native(self, ctx: Context, x: Tensor) -> Tensor:
-        assert self.with_made is not None
         out: Tensor
         out, mean, rstd = self.with_made(x, self.along, *ctx.values, self.eps)
         ctx.made = mean.detach(), rstd.detach()  # (not with their node, which holds the context)
@@ -120,9 +120,6 @@ class _Native(Captured):
     def _affine(self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         """Per-sample gradients of weight and bias, [B, d] each, of what `_by_sample` gives."""
         raise NotImplementedError
-
-    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        self.record_rows(ctx, self.rows(ctx, saved, grads))
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._rows_of(ctx, self._affine(*self._by_sample(saved, grads)))
@@ -149,7 +146,7 @@ class _Native(Captured):
     def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
         learned = [operand for operand, learned in zip(ctx.operands, ctx.learned, strict=True) if learned]
         for operand, grads in zip(learned, rows, strict=True):
-            ctx.forward_pass.record(use_by_sample(operand, grads, self.name))
+            ctx.forward_pass.record(uses_of_broadcast(operand, grads, None, operand.dim(), self.name))
 
 
 class _LayerNorm(_Native):
