@@ -215,13 +215,7 @@ def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
     from opacus.accountants.analysis import gdp
 
     mus = [gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs]
-    return _epsilon_of_mu(math.sqrt(sum(float(mu) ** 2 for mu in mus)), delta)
-
-
-def _epsilon_of_mu(mu: float, delta: float) -> float:
-    """The epsilon at delta of mu-GDP."""
-    from opacus.accountants.analysis import gdp
-
+    mu = math.sqrt(sum(float(mu) ** 2 for mu in mus))
     if float(gdp.delta_eps_mu(eps=0.0, mu=mu)) <= delta:
         return 0.0
     try:

@@ -124,7 +124,7 @@ class Forward(Engine):
                 here.entered[-1] = PublicForward(self.backward, (args, kwargs))
         elif here.active is not None:
             self._enter_inner(here.active, path, module, args, kwargs)
-        elif torch.is_grad_enabled() and not (path and (_is_constant(module, args, kwargs) or _is_guest(module))):
+        elif torch.is_grad_enabled() and not (path and _is_no_pass(module, args, kwargs)):
             try:
                 with self.backward.tracked.steady():
                     here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
@@ -372,15 +372,12 @@ class Forward(Engine):
         self.running.entered.clear()
 
 
-def _is_guest(module: nn.Module) -> bool:
-    """Whether a module without parameters is called in the forward of another model, which has it, too."""
-    return is_stateless(module) and any(engine.running.active is not None for engine in ENGINES)
-
-
-def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a call meets neither data nor what is trained (an absent context's embedding, called on its own)."""
+def _is_no_pass(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call meets neither data nor what is trained (an absent context's embedding, called on its own), or is
+    of a module without parameters in the forward of another model, which has it, too."""
     tensors = nested_tensors((args, kwargs)) or packed_sequences((args, kwargs))
-    return not tensors and not any(p.requires_grad for p in module.parameters())
+    constant = not tensors and not any(p.requires_grad for p in module.parameters())
+    return constant or is_stateless(module) and any(engine.running.active is not None for engine in ENGINES)
 
 
 def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:
