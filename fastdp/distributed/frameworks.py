@@ -16,13 +16,11 @@ from ..utils.code_location import frames
 from .world import processes
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-_IN_PARTS = "ModelParallelStrategy with fully_shard (FSDP2) in configure_model() for a model in parts"
 _INSTEAD = "docs/distributed.md has an example of each"
 # of Lightning: the first two have whole copies of a model, and configure_model() lays it in parts for the last
 STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 # some of these are derived from the above, and none takes the gradient and the step as the optimizer makes them
 OTHERS = ("DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy", "XLAFSDPStrategy")
-SHARDING = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
 
 
 def check_frameworks(model: nn.Module) -> None:
@@ -33,12 +31,13 @@ def check_frameworks(model: nn.Module) -> None:
         if names & {*OTHERS} or (count > 1 and not names & {*STRATEGIES}):
             raise StepError(
                 f"Lightning's {type(strategy).__name__} with {count} process{'es' * (count > 1)} is refused: it does "
-                f"not keep the whole model on every process. Use Trainer(strategy='ddp'), or {_IN_PARTS}. {_INSTEAD}"
+                "not keep the whole model on every process. Use Trainer(strategy='ddp'), or ModelParallelStrategy with "
+                f"fully_shard (FSDP2) in configure_model() for a model in parts. {_INSTEAD}"
             )
     if processes() == 1:
         return
     kind = _accelerate()
-    if kind in SHARDING:
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise StepError(
             f"Accelerate with distributed_type {kind} and {processes()} processes is refused: it does not keep the "
             f"whole model on every process. Use accelerate launch --multi_gpu (or --cpu), or FSDP with fsdp_version=2."

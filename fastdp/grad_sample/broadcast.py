@@ -112,10 +112,6 @@ class _Elementwise(Captured):
         return g if factor == 1 else g * factor
 
 
-_ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
-_SUB = (torch.sub, torch.subtract, torch.Tensor.sub, torch.Tensor.__sub__)
-_MUL = (torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
-_DIV = (torch.div, torch.divide, torch.true_divide, torch.Tensor.div, torch.Tensor.__truediv__)
 _IN_PLACE = tuple(
     getattr(torch.Tensor, n)
     for n in "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__".split()
@@ -123,7 +119,12 @@ _IN_PLACE = tuple(
 )
 
 
-@use_rule(*_ADD, *_SUB, *_MUL, *_DIV, *_IN_PLACE)
+@use_rule(
+    torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__,
+    torch.sub, torch.subtract, torch.Tensor.sub, torch.Tensor.__sub__,
+    torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__,
+    torch.div, torch.divide, torch.true_divide, torch.Tensor.div, torch.Tensor.__truediv__, *_IN_PLACE,
+)  # fmt: skip
 def capture_elementwise(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """w + x, x * w, ...; in place, the target becomes the captured result."""
     if "rounding_mode" in kwargs or "out" in kwargs or kwargs.get("other") is not None or len(args) != 2:

@@ -74,12 +74,10 @@ class Kept(NamedTuple):
 
 
 _CPU = torch.device("cpu")
-_META = torch.device("meta")
 _READING = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _FILLING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _MOVING_MEMORY = ("set_", "resize_", "resize_as_", "swap", "storage_resize_")
 _COPYING = ("_to_copy", "copy_")
-_TO_THE_ALLOCATOR = {aten.record_stream.default}  # (its schema calls the tensor written to)
 _UNCHANGED = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
@@ -164,9 +162,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(t.is_meta for t in given) or kwargs.get("device") == _META:
-            return func(*args, **kwargs)  # a question about sizes
-        if func in _TO_THE_ALLOCATOR:  # nothing that a replay computes: it lies in memory of its own
+        about_sizes = any(t.is_meta for t in given) or kwargs.get("device") == torch.device("meta")
+        # (what tells the allocator of a stream is nothing that a replay computes: it lies in memory of its own)
+        if about_sizes or func is aten.record_stream.default:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         written = self._written(func, args, kwargs)
