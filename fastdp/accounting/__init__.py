@@ -307,13 +307,13 @@ def noise_multiplier_for(
 
     start = 1.0
     if accountant == "prv":  # slow: begin where the fast accountant, whose epsilon is larger, meets the target
-        with contextlib.suppress(AccountingError):  # which has orders to a limit: small epsilons are beyond it
-            with warnings.catch_warnings():  # said above
-                warnings.simplefilter("ignore")
-                start = noise_multiplier_for(
-                    target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
-                    truncation=truncation, history=history,
-                )  # fmt: skip
+        # RDP has orders to a limit: small epsilons are beyond it. What there is to warn of was said above
+        with contextlib.suppress(AccountingError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            start = noise_multiplier_for(
+                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
+                truncation=truncation, history=history,
+            )  # fmt: skip
     precision = tolerance * min(1.0, target_epsilon) / 10
     found = smallest_noise(spent, target_epsilon, start=start, precision=precision, nearest=1e-4, most=1e4)
     if found is None:

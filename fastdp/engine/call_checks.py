@@ -197,7 +197,7 @@ def poisoned(forward_pass: PassView, call: Call, problem: SampleMixingError) -> 
 
     def poison(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() or tensor.is_complex():
-            tensor = Poison.apply(tensor, forward_pass.token_for(()), problem)  # type: ignore[no-untyped-call]
+            tensor = Poison.apply(tensor, forward_pass.token, problem)  # type: ignore[no-untyped-call]
         tag(tensor, mixed)
         return tensor
 

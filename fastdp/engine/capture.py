@@ -101,10 +101,6 @@ class Pass(PassRecord):
         names = [self.tracked.get(id(leaf), "?") for tensor in tensors for leaf in leaves_of(tensor)]
         return ", ".join(f"'{name}'" for name in dict.fromkeys(names))
 
-    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
-        """A scalar that requires grad, so that backward reaches uses whose data does not."""
-        return self.token
-
     def begin_record(self, path: str) -> bool:
         return self.backward.begin_record(self, path)
 

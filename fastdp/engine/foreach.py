@@ -114,7 +114,7 @@ class Abreast:
         one, factors = self.one, factors.to(self.one.operand.device)
         if isinstance(one, GroupedKernels):
             same = factors.size(0) == 1
-            sums = one.sums_abreast(len(self.members), factors[0] if same else factors, last)
+            sums = one.sums_abreast(factors[0] if same else factors, last)
             return dict(zip(self.members, sums, strict=True))
         total = one.sums_abreast(len(self.members), factors.flatten())
         parts: tuple[Tensor, ...] = torch.unbind_copy(total)  # type: ignore[assignment, func-returns-value]

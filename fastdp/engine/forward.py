@@ -285,7 +285,7 @@ class Forward(Engine):
         active.called.add(path)
         self._argument_layouts[path] = layouts
 
-    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+    def leave(self, out: Any) -> Any:
         here = self.running
         if not here.entered:
             return None
@@ -294,7 +294,7 @@ class Forward(Engine):
             if out is None and isinstance(error := sys.exc_info()[1], FastDPError):
                 self.backward.refused(error)
             try:
-                return self._leave_pass(path, started, out)
+                return self._leave_pass(started, out)
             except FastDPError as error:
                 self.backward.refused(error)
                 raise
@@ -306,7 +306,7 @@ class Forward(Engine):
             later_copies.begin()
         return None
 
-    def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:
+    def _leave_pass(self, started: Pass, out: Any) -> Any:
         """The outermost forward ends. Returns what to put in place of its result, or None."""
         PLAINLY.end()
         started.mode.__exit__(None, None, None)

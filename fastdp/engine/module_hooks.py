@@ -50,7 +50,7 @@ class ModuleHook:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if torch.compiler.is_compiling() or self.engine is None:
             return None
-        return self.engine.leave(self.path, module, out)
+        return self.engine.leave(out)
 
 
 def hook_of(module: nn.Module, engine: Engine | None = None) -> ModuleHook | None:

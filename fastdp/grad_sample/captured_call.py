@@ -279,7 +279,7 @@ class Applied(NamedTuple):
 
 def applied(call: Captured, ctx: Context, *data: Tensor) -> Any:
     """The result of a captured call."""
-    out = CaptureFunction.apply(ctx.forward_pass.token_for(data), call, ctx, *data)  # type: ignore[no-untyped-call]
+    out = CaptureFunction.apply(ctx.forward_pass.token, call, ctx, *data)  # type: ignore[no-untyped-call]
     ctx.forward_pass.note_applied(Applied(call, ctx, data, out))
     return out
 

@@ -132,7 +132,7 @@ class Many(GroupedKernels):
     def norm_sq(self) -> Tensor:
         return ops.linear.norm_sq_of_many(self._pairs, "auto" if self.route == "T=1" else self.route).flatten()
 
-    def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
+    def sums_abreast(self, factors: Tensor, last: bool = False) -> list[Tensor]:
         pairs = self._pairs
         if last:
             self._pairs = []

@@ -99,11 +99,10 @@ class Keys:
 
 def delete(path: Path) -> None:
     """Overwrite and remove a file of keys."""
-    with contextlib.suppress(OSError):
-        with open(path, "r+b") as file:
-            file.write(bytes(os.fstat(file.fileno()).st_size))
-            file.flush()
-            os.fsync(file.fileno())
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        file.write(bytes(os.fstat(file.fileno()).st_size))
+        file.flush()
+        os.fsync(file.fileno())
     path.unlink(missing_ok=True)
 
 
