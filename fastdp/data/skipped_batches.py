@@ -120,11 +120,12 @@ class SkippedBatches:
 
 
 class LoaderUsers(weakref.WeakSet[SkippedBatches]):
-    """Of the optimizers that train, or have trained, on a loader of a dataset: one made anew is no other."""
+    """What the optimizers have skipped that train, or have trained, on loaders of one dataset. (A loader made anew over
+    it counts as the same.)"""
 
     @classmethod
     def of(cls, dataset: Any) -> LoaderUsers:
-        """Of all loaders of this dataset, if it can be told apart."""
+        """The set that all loaders of this dataset share; a new one for a dataset that cannot be looked up."""
         try:
             return _OF_DATA.setdefault(dataset, cls())
         except TypeError:  # a list, say

@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 
 
 def readings(gradients: Gradients) -> Iterator[Reading]:
-    """Of the uses that read parameters."""
+    """What the uses will read: one for each, and one for each checkpointed block behind it."""
     for use in gradients.uses:
         leaves = tuple(map(id, leaves_of(use.operand)))
         blocks = list(_blocks(use))

@@ -57,7 +57,7 @@ _CLOSED: weakref.WeakSet[Taken] = weakref.WeakSet()
 
 
 def of(values: Any) -> Known | None:
-    """Which batch of a pass that is over the arguments of a model are, or are views of."""
+    """The batch, of a loader's pass that is over, that a model's arguments are or are views of; None: no such."""
     if not _CLOSED:
         return None
     with torch._C.DisableTorchFunction():
@@ -71,7 +71,7 @@ def of(values: Any) -> Known | None:
 
 
 class Stepped:
-    """Which of such batches an optimizer has stepped on."""
+    """Which batches of passes that are over an optimizer has stepped on."""
 
     def __init__(self) -> None:
         self._stepped: dict[Taken, set[int]] = {}

@@ -83,7 +83,7 @@ class _AllSteps(Captured):
     def _gradients(
         self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Of the products with the state's matrix, and of the data."""
+        """The gradients of the products with the state's matrix, and of the data."""
         out, *last = grads
         out = out.flip(0) if self.reverse else out
         made = steps_of.Steps(saved[0], saved[1], saved[2:])

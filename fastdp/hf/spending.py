@@ -93,7 +93,7 @@ class Spending:
 
     @property
     def _blocks(self) -> Blocks | None:
-        """Those of correlated noise, of this training or of the last one."""
+        """The blocks of correlated noise, in this training or in the last one."""
         private = self._private or self._left
         return None if private is None else private._privacy.mechanism
 
