@@ -47,8 +47,10 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def nonprivate(model: nn.Module, work: Workload, sigma: float = SIGMA, limit: float = R) -> Step:
-    optimizer = torch.optim.AdamW(trained(model), lr=LR, fused=True)
+    return _eager(model, work, torch.optim.AdamW(trained(model), lr=LR, fused=True))
 
+
+def _eager(model: nn.Module, work: Workload, optimizer: torch.optim.Optimizer) -> Step:
     def step(x: Tensor, y: Tensor) -> None:
         work.losses(model(x), y).mean().backward()
         optimizer.step()
@@ -68,13 +70,7 @@ def ours(**options: object) -> Callable[..., Step]:
         optimizer = fastdp.DPAdamW(
             model, lr=LR, noise_multiplier=sigma, max_grad_norm=limit, expected_batch_size=work.batch_size, **options
         )
-
-        def step(x: Tensor, y: Tensor) -> None:
-            work.losses(model(x), y).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+        return _eager(model, work, optimizer)
 
     return make
 

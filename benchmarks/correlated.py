@@ -299,8 +299,7 @@ def main(command: Sequence[str] | None = None) -> None:
     ]
     none = Run(Independent(), 0.0, None, passes, {"epsilon": "-", "noise": "none", "records": "fixed order"})
     about, rows = versions(), list(gpt_steps()) if options.gpt else list[Row]()
-    if options.out:
-        append(options.out, [{**row, **about} for row in rows], (*COLUMNS, *about))
+    append(options.out, [{**row, **about} for row in rows], (*COLUMNS, *about))
     for task in tasks(["digits"] if options.quick else options.tasks, options.momentum):
         found: list[Row] = []
         for run in [none, *(run for one in compared for run in runs_of(one, passes))]:
@@ -309,8 +308,7 @@ def main(command: Sequence[str] | None = None) -> None:
         ordered = [run for run in runs_of(compared[-1], passes) if run.cycle is None]
         for timed in (task, *[wide(task)] * (task.name == "digits" and not options.quick)):
             found += step_times(timed, ordered, rounds)
-        if options.out:
-            append(options.out, [{**row, **about} for row in found], (*COLUMNS, *about))
+        append(options.out, [{**row, **about} for row in found], (*COLUMNS, *about))
         rows += found
     print()
     show(summary(rows), ("task", "epsilon", "noise", "records", "draws", "noise_multiplier", "error", "rate",

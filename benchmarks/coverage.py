@@ -227,8 +227,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         bar.clear()
         show(results[-1])
         bar.at(len(results))
-        if out:
-            append(out, results[-1:], COLUMNS)
+        append(out, results[-1:], COLUMNS)
     print(totals(results))
     return results
 

@@ -19,12 +19,15 @@ class Contender(NamedTuple):
     repair: Callable[[nn.Module], nn.Module]  # by its own means: batch norms to norms of a sample alone
 
 
-def fastdp_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: float, size: int) -> None:
+def _private(model: nn.Module, batch: dict[str, Any], rate: float, size: int) -> Any:
     import fastdp
 
     options = {"batch_size": size} if _rows(batch) != size else {}  # several rows of each sample: only the user knows
-    settings = dict(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size, **options)
-    optimizer = fastdp.DPSGD(model, lr=rate, **settings)
+    return fastdp.DPSGD(model, lr=rate, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size, **options)
+
+
+def fastdp_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: float, size: int) -> None:
+    optimizer = _private(model, batch, rate, size)
     losses(model, batch).mean().backward()
     optimizer.step()
     optimizer.detach()
@@ -34,9 +37,7 @@ def graphed_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: 
     """Recorded on the samples in another order, replayed on the batch."""
     import fastdp
 
-    options = {"batch_size": size} if _rows(batch) != size else {}
-    settings = dict(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size, **options)
-    optimizer = fastdp.DPSGD(model, lr=rate, **settings)
+    optimizer = _private(model, batch, rate, size)
     step = optimizer.graphed(losses, (_in_another_order(batch, size),))
     step(batch)
     if step.eager:

@@ -134,8 +134,7 @@ def host(told: argparse.Namespace) -> None:
             except Exception as problem:  # noqa: BLE001  (a row says so, and the next contender is measured)
                 rows.append({"model": model, "contender": name, "dtype": told.dtype, "wall_ms": type(problem).__name__})
                 print(f"{model}, {name}: {type(problem).__name__}: {one_line(problem)}", file=sys.stderr)
-                if told.out:
-                    append(told.out, [rows[-1] | facts], (*COLUMNS, *facts))
+                append(told.out, [rows[-1] | facts], (*COLUMNS, *facts))
                 continue
             walls, hosts = zip(*(timed(step, x, y, place) for _ in range(ROUNDS)), strict=True)
             wall = statistics.median(walls)
@@ -146,8 +145,7 @@ def host(told: argparse.Namespace) -> None:
                 busy, count = on_device(found)
                 row |= {"device_ms": f"{1e3 * busy:.2f}", "idle": f"{max(0.0, 1 - busy / wall):.2f}", "kernels": count}
             rows.append(row)
-            if told.out:
-                append(told.out, [row | facts], (*COLUMNS, *facts))
+            append(told.out, [row | facts], (*COLUMNS, *facts))
             if told.profile:
                 by = "self_device_time_total" if place.device.type == "cuda" else "self_cpu_time_total"
                 with told.profile.open("a") as file:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import sysconfig
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor
 import fastdp
 
 from .large import Llama, with_lora
-from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
+from .timing import Row, begin, interleaved, publish, versions
 
 EPSILON, DELTA, LENGTH, BATCH, STEPS, SEEDS = 3.0, 1e-5, 32, 256, 60, 5
 WAYS, RATES = ("LoRA", "FFA-LoRA"), (3e-3, 6e-3, 1e-2, 2e-2)
@@ -91,13 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    keep_memory("benchmarks.ffa_lora")
-    require_kernels()
-    rows, about = [*times(), *quality()], versions()
-    show(rows, COLUMNS)
-    if options.out:
-        append(options.out, [{**row, **about} for row in rows], (*COLUMNS, *about))
+    begin("benchmarks.ffa_lora")
+    publish([*times(), *quality()], COLUMNS, versions(), options.out)
 
 
 if __name__ == "__main__":

@@ -122,8 +122,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     rows = [row for name in options.models for row in measure(name, options.steps, options.rounds)]
     show(rows, COLUMNS)
-    if options.out:
-        append(options.out, rows, [*COLUMNS, *versions()])
+    append(options.out, rows, [*COLUMNS, *versions()])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ computes here is little but not nothing. AdamW, a noise multiplier of 1, clippin
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from fastdp.utils.progress_bar import Bar
 
 from .contenders import CONTENDERS, NotApplicable, trained
 from .models import GPT, Logits, Workload, class_losses, token_losses
-from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
+from .timing import Row, begin, interleaved, publish, versions
 
 B, T, D, WORDS = 4, 8, 32, 64
 CPU = torch.device("cpu")
@@ -120,10 +119,8 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    keep_memory("benchmarks.host")
-    require_kernels()
+    begin("benchmarks.host")
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     works = workloads(options.layers)
     names = (*NAMES, *COMPILED) if options.compiled else NAMES
     rows, bar = list[Row](), Bar(len(options.models))
@@ -131,11 +128,7 @@ def main() -> None:
         bar.at(number, name)
         rows += measured(name, works[name], options.rounds, names)
     bar.at(len(options.models))
-    show(rows, COLUMNS)
-    about = versions()
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    if options.out:
-        append(options.out, [{**row, "layers": options.layers, **about} for row in rows], (*COLUMNS, "layers", *about))
+    publish(rows, COLUMNS, {"layers": options.layers, **versions()}, options.out)
 
 
 if __name__ == "__main__":

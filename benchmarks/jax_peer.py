@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from .contenders import CONTENDERS, LR, SIGMA, R
 from .large import ViT
 from .models import GPT, Workload
 from .suites import CPU, SMALL
-from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
+from .timing import Row, begin, interleaved, publish, versions
 
 COLUMNS = ("model", "contender", "batch_size", "ratio", "of_torch", "step_ms", "rounds", "error")
 CLOSE = 1e-4  # see `error_of`
@@ -213,9 +212,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="append rows to this CSV file")
     options = parser.parse_args()
-    keep_memory("benchmarks.jax_peer")
-    require_kernels()
-    warnings.simplefilter("ignore")
+    begin("benchmarks.jax_peer")
     torch.set_num_threads(options.threads)
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={str(options.threads > 1).lower()}"
     jax = _libraries()[0]
@@ -224,11 +221,7 @@ def main() -> None:
     for name in options.models:
         work = suite[{"gpt": "gpt", "vit": "vit-b16"}[name]]
         rows += measured(name, work, options.rounds)
-    show(rows, COLUMNS)
-    about = versions() | {"jax": jax.__version__}
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    if options.out is not None:
-        append(options.out, [row | about for row in rows], (*COLUMNS, *about))
+    publish(rows, COLUMNS, versions() | {"jax": jax.__version__}, options.out)
 
 
 if __name__ == "__main__":

@@ -208,8 +208,7 @@ def main() -> None:
         for number, case in enumerate(todo, 1):
             rows.append(measure(case, device, dtype, roof, options.rounds) | facts)
             bar.at(number, case.operator)
-            if options.out:  # one by one: a run cut short keeps what it has
-                append(options.out, rows[-1:], SAVED)
+            append(options.out, rows[-1:], SAVED)  # one by one: a run cut short keeps what it has
     print(NOTE)
     show(rows, COLUMNS)
 

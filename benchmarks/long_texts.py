@@ -30,7 +30,7 @@ from .contenders import trained
 from .large import Llama, with_lora
 from .memory import fresh_mib, resident_kib
 from .models import token_losses
-from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
+from .timing import Row, begin, interleaved, publish, versions
 
 D = 512
 STORED = 16384  # tokens whose grams are 1 GiB each
@@ -127,18 +127,13 @@ def main() -> None:
     if options.memory_of:
         print(measure(*json.loads(options.memory_of)))
         return
-    keep_memory("benchmarks.long_texts")
-    require_kernels()
+    begin("benchmarks.long_texts")
     rows = list[Row]()
     for tokens in options.tokens:
         rows += norms(tokens, max(options.rounds, 5))
         rows += steps(tokens, options.rounds) if tokens in LAYERS else ()
         rows += wholes(tokens)
-    show(rows, COLUMNS, 3)
-    about = versions()
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    if options.out:
-        append(options.out, [{**row, **about} for row in rows], (*COLUMNS, *about))
+    publish(rows, COLUMNS, versions(), options.out, 3)
 
 
 if __name__ == "__main__":

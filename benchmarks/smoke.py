@@ -189,8 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row: Row = {"case": name, "result": result, "first_s": "-" if math.isnan(first) else f"{first:.2f}",
                     "rest_s": f"{rest:.2f}"}  # fmt: skip
         print(f"{name:<12} {row['first_s']:>6} + {row['rest_s']:>6} s  {result}", flush=True)
-        if told.out:
-            append(told.out, [row | facts], (*COLUMNS, *facts))
+        append(told.out, [row | facts], (*COLUMNS, *facts))
     sys.exit(failed)
 
 

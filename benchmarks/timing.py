@@ -10,6 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -120,9 +121,25 @@ def show(rows: Sequence[Row], columns: Sequence[str], left: int = 2) -> None:
         )
 
 
-def append(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Add tidy rows to a CSV file, in one write, so that processes side by side keep theirs; one written with other
-    columns keeps its rows and gets the new columns too."""
+def begin(module: str) -> None:
+    """A benchmark begins: `keep_memory`, no warnings, and fastdp's kernels are there."""
+    keep_memory(module)
+    warnings.simplefilter("ignore")
+    require_kernels()
+
+
+def publish(rows: Sequence[Row], columns: Sequence[str], about: Row, out: Path | None, left: int = 2) -> None:
+    """Print rows, and what they were measured on; append both to a CSV file, if one is given."""
+    show(rows, columns, left)
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    append(out, [{**row, **about} for row in rows], (*columns, *about))
+
+
+def append(path: Path | None, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Add tidy rows to a CSV file, if one is given: in one write, so that processes side by side keep theirs. One
+    written with other columns keeps its rows and gets the new columns too."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_bytes().decode() if path.exists() else ""
     reader = csv.DictReader(io.StringIO(text))

@@ -9,6 +9,7 @@ namespace {
 PyObject *const ACTIVE = interned("active"), *const ENTERED = interned("entered"), *const STACK = interned("stack"),
          *const FORWARD = interned("forward"), *const CALL_IMPL = interned("_call_impl"),
          *const BEFORE = interned("_forward_pre_hooks"), *const AFTER = interned("_forward_hooks"),
+         *const COMPILED = interned("_compiled_call_impl"), *const F_LOCALS = interned("f_locals"), *const SELF = interned("self"),
          *const BACKWARD = interned("_backward_hooks"), *const BACKWARD_BEFORE = interned("_backward_pre_hooks");
 
 // Places in fastdp.engine.module_hooks.InnerCall.
@@ -34,6 +35,22 @@ bool has_own_hooks_alone(PyObject *call) {
     return true;
 }
 
+// Who was called, by the frame of torch's `_wrapped_call_impl`: a copy that took over the module's `__dict__` has this
+// very call in it, too.
+Ref callee(PyObject *call) {
+    PyObject *module = item(call, MODULE);
+    const Ref frame((PyObject *)PyThreadState_GetFrame(PyThreadState_Get()));
+    if (!frame) return Ref::of(module);
+    const Ref locals = attribute(frame.get(), F_LOCALS);
+    Ref self(PyObject_GetItem(locals.get(), SELF));
+    if (!self && !PyErr_ExceptionMatches(PyExc_KeyError)) throw Raised{};
+    PyErr_Clear();
+    if (!self || self.get() == module || Py_TYPE(self.get()) != Py_TYPE(module)) return Ref::of(module);
+    PyObject *own = entry(notes_of(self.get()).get(), COMPILED);
+    const bool is_copy = own != nullptr && PyCFunction_Check(own) && PyCFunction_GET_SELF(own) == call;
+    return is_copy ? std::move(self) : Ref::of(module);
+}
+
 void append(PyObject *list, PyObject *value) {
     if (PyList_Append(list, value) < 0) throw Raised{};
 }
@@ -52,13 +69,13 @@ void leave(PyObject *running) {
 
 PyObject *called_within(PyObject *call, PyObject *args, PyObject *kwargs) {
     PyObject *running = item(call, RUNNING);
-    const Ref function = attribute(item(call, MODULE), FORWARD);
+    const Ref module = callee(call), function = attribute(module.get(), FORWARD);
     {
         const Ref active = attribute(running, ACTIVE);
-        if (active.get() == Py_None || !has_own_hooks_alone(call) ||
+        if (module.get() != item(call, MODULE) || active.get() == Py_None || !has_own_hooks_alone(call) ||
             checked(PyObject_CallNoArgs(item(call, GRAD_ENABLED))).get() != Py_True ||
             checked(PyObject_CallOneArg(item(call, SAVING_HOOKS), Py_True)).get() != Py_None) {
-            return PyObject_Call(attribute(item(call, MODULE), CALL_IMPL).get(), args, kwargs);
+            return PyObject_Call(attribute(module.get(), CALL_IMPL).get(), args, kwargs);
         }
         append(attribute(running, ENTERED).get(), Py_None);
         append(attribute(active.get(), STACK).get(), item(call, PATH));

@@ -215,13 +215,7 @@ def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
     from opacus.accountants.analysis import gdp
 
     mus = [gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs]
-    return _epsilon_of_mu(math.sqrt(sum(float(mu) ** 2 for mu in mus)), delta)
-
-
-def _epsilon_of_mu(mu: float, delta: float) -> float:
-    """The epsilon at delta of mu-GDP."""
-    from opacus.accountants.analysis import gdp
-
+    mu = math.sqrt(sum(float(mu) ** 2 for mu in mus))
     if float(gdp.delta_eps_mu(eps=0.0, mu=mu)) <= delta:
         return 0.0
     try:
@@ -313,13 +307,13 @@ def noise_multiplier_for(
 
     start = 1.0
     if accountant == "prv":  # slow: begin where the fast accountant, whose epsilon is larger, meets the target
-        with contextlib.suppress(AccountingError):  # which has orders to a limit: small epsilons are beyond it
-            with warnings.catch_warnings():  # said above
-                warnings.simplefilter("ignore")
-                start = noise_multiplier_for(
-                    target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
-                    truncation=truncation, history=history,
-                )  # fmt: skip
+        # RDP has orders to a limit: small epsilons are beyond it. What there is to warn of was said above
+        with contextlib.suppress(AccountingError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            start = noise_multiplier_for(
+                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
+                truncation=truncation, history=history,
+            )  # fmt: skip
     precision = tolerance * min(1.0, target_epsilon) / 10
     found = smallest_noise(spent, target_epsilon, start=start, precision=precision, nearest=1e-4, most=1e4)
     if found is None:

@@ -271,10 +271,6 @@ class Ledger:
                 stacklevel=stacklevel,
             )
 
-    @property
-    def steps(self) -> int:
-        return steps_in(self.history)
-
     def add(
         self, noise_multiplier: float, sample_rate: float | None, truncation: float = 0.0, drawn: Sequence[Place] = ()
     ) -> list[Place]:

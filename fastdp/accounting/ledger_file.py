@@ -15,15 +15,10 @@ from pathlib import Path
 
 from ..distributed.world import World
 from ..errors import AccountingError, StepError
-from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
+from ..utils.append_log import append, content_of, line_of, lock, sync_folder, whole_lines
 from .ledger import Ledger
 from .participation import Block, block_of
 from .runs import Run, lengthen, run_of
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: two processes at once are not noticed there
-    fcntl = None  # type: ignore[assignment]
 
 _HEAD = {"fastdp": "ledger of noised steps", "format": 1}
 
@@ -50,7 +45,11 @@ class LedgerFile:
             ) from None
         self.close = weakref.finalize(self, os.close, self._file)
         try:
-            self._lock()
+            if not lock(self._file):
+                raise AccountingError(
+                    f"the ledger {self.path} is in use, by another process or by another optimizer of this one: "
+                    "detach() that optimizer, or give each training a file of its own"
+                )
             self.blocks: dict[str, tuple[str, Block]] = {}
             self.drawn = set[tuple[str, int]]()
             self.runs = self._read()
@@ -76,19 +75,6 @@ class LedgerFile:
                 f"the step could not be written to the ledger {self.path} ({problem.strerror}), so it was not made, "
                 "and its gradients are dropped: free some space there, and go on with the next batch"
             ) from None
-
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AccountingError(
-                f"the ledger {self.path} is in use, by another process or by another optimizer of this one: detach() "
-                "that optimizer, or give each training a file of its own"
-            ) from None
-        except OSError:  # a network folder without locks
-            return
 
     def _read(self) -> list[Run]:
         lines = whole_lines(self._file, self.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -11,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from ..utils.code_location import module_of_file
 from ..utils.formatting import listed, nearest
 from ..utils.progress_bar import Bar
 from .ranks import OverRanks, begin_world
@@ -102,7 +102,7 @@ def load(where: str) -> Any:
         raise AuditError(f"there is no file {place}")
     sys.path.insert(0, str(path.parent if place.endswith(".py") else Path.cwd()))
     try:
-        module = _executed(path) if place.endswith(".py") else importlib.import_module(place)
+        module = module_of_file(path) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as problem:
         raise AuditError(f"{place} cannot be imported: {type(problem).__name__}: {str(problem)[:300]}") from problem
     found = getattr(module, name, None)
@@ -121,12 +121,3 @@ def load(where: str) -> Any:
     if found is None:
         raise AuditError(f"{name}() returned None, not a Trainable: is a return missing?")
     return found
-
-
-def _executed(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickling look there
-    spec.loader.exec_module(module)
-    return module

@@ -139,7 +139,7 @@ class Model:
 
 
 def _mark(found: Any) -> str:
-    """Of the parameters in a result, to the last bit."""
+    """A hash of the parameters in a result, to the last bit; "" for another result."""
     if not isinstance(found, Outcome):
         return ""
     return hashlib.sha256(np.ascontiguousarray(found.parameters, dtype=np.float64).tobytes()).hexdigest()

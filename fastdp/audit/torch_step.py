@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..utils.random_generators import seed_generators
 from .trainable import Array, AuditError, Batch, Lacking, Outcome, count, mapped, pick
 
 _DROPOUT = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
@@ -166,9 +166,7 @@ class TorchTrainable:
                seed: int, parts: bool = False) -> None:  # fmt: skip
         """ready: batches as tensors; with parts, lists of physical ones."""
         if self.seeded:
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
+            seed_generators(seed)
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # of hooks, of seeds: the audit runs a step hundreds of times
             if self.train is not None:

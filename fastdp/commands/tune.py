@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import io
 import json
 import math
@@ -34,6 +33,7 @@ from ..errors import AccountingError, FastDPError
 from ..mechanisms.tuning import NegativeBinomialRuns, PoissonRuns, Runs, rdp_of
 from ..ops.noise import Noise
 from ..optim.optimizers import PrivateOptimizer
+from ..utils.code_location import module_of_file
 from ..utils.formatting import nearest
 from .tune_card import BEST, RECORD, TuneError, card_of, page, said, write
 
@@ -140,7 +140,7 @@ def _of_function(where: str, settings: list[dict[str, Any]]) -> list[Candidate]:
         raise TuneError(f"{where!r} is neither finetune nor FILE.py:NAME of a file that is there")
     sys.path.insert(0, str(path.parent))
     try:
-        module = _imported(path)
+        module = module_of_file(path)
     except Exception as problem:
         raise TuneError(f"{place} cannot be imported: {type(problem).__name__}: {problem}") from problem
     if not callable(getattr(module, name, None)):
@@ -148,18 +148,9 @@ def _of_function(where: str, settings: list[dict[str, Any]]) -> list[Candidate]:
     return [(each, _history_of(each), _calling(path, name, each)) for each in settings]
 
 
-def _imported(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _calling(path: Path, name: str, setting: dict[str, Any]) -> Callable[[Path], tuple[Any, History]]:
     def run(folder: Path) -> tuple[Any, History]:
-        train = getattr(_imported(path), name)  # anew: a run must not find what another has left
+        train = getattr(module_of_file(path), name)  # anew: a run must not find what another has left
         found = train(json.loads(json.dumps(setting)), folder)
         if not isinstance(found, tuple) or len(found) != 2:
             raise TuneError("the function must return (score, optimizer), and returned something else")

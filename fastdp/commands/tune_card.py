@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from ..accounting import History
 from ..errors import AccountingError, FastDPError
 from ..mechanisms.tuning import NegativeBinomialRuns, Runs, tuning_epsilon
+from ..utils.append_log import write_whole
 from ..utils.formatting import at_most, count
 
 RECORD, BEST = "search.json", "best"
@@ -50,12 +50,7 @@ def write(out: Path, card: dict[str, Any]) -> None:
     """search.json, on the disk when this returns. JSON has no infinite score (of runs that all diverged): null."""
     if not math.isfinite(card.get("score") or 0.0):
         card = {**card, "score": None}
-    unfinished = out / (RECORD + ".new")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(json.dumps(card, indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(out / RECORD)
+    write_whole(out / RECORD, (json.dumps(card, indent=2, allow_nan=False) + "\n").encode())
 
 
 def said(card: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from ..errors import StepError
 from ..utils.pytree import copy_of_mapping
-from .random_generators import RandomNumbers, kept_by
+from ..utils.random_generators import RandomNumbers, kept_by
 
 
 def fetches_batches(dataset: Any) -> bool:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
+from ..utils.random_generators import RandomNumbers, generators_of, kept_by
 from .batched_datasets import copied, is_one_batch, parts_of, shape_of
-from .random_generators import RandomNumbers, generators_of, kept_by
 
 Collate = Callable[[list[Any]], Any]
 FAILS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)

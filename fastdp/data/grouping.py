@@ -98,7 +98,7 @@ class Grouping:
 def _keys(dataset: Any, group_by: Any) -> Any:
     """A key for each record."""
     if isinstance(group_by, str):
-        return _column(dataset, group_by)
+        return column(dataset, group_by)
     if callable(group_by):
         return [group_by(dataset[place]) for place in range(len(dataset))]
     if isinstance(group_by, Mapping | bytes) or not hasattr(group_by, "__len__"):
@@ -110,10 +110,10 @@ def _keys(dataset: Any, group_by: Any) -> Any:
     return group_by
 
 
-def _column(dataset: Any, name: str) -> Any:
+def column(dataset: Any, name: str) -> Any:
     """A column of a dataset: of one that has columns without reading the records, else record by record."""
     if isinstance(dataset, Subset):
-        keys = _column(dataset.dataset, name)
+        keys = column(dataset.dataset, name)
         return [keys[place] for place in dataset.indices]
     names = getattr(dataset, "column_names", None)  # of Hugging Face's datasets
     if names is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FrameType
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from ..batch_axis.current_batch import PhysicalBatch
 from ..distributed.frameworks import accumulates
 from ..errors import StepError
 from ..ops.checks import capturing
+from ..utils.code_location import frames
 
 _PHYSICAL = (
     "For batches larger than the memory give the loader max_physical_batch_size= and call step() after each batch: "
@@ -75,11 +75,6 @@ PERHAPS_REPEATED = (
     "batch of the size of one of them came. A second step on the same sample, with noise of its own, costs more than "
     "epsilon says: iterate over the loader itself, which draws anew in each pass."
 )
-_DETACHED = "this optimizer was detached from its model: make a new one to train on"
-_REPLACED = (
-    "this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts of a "
-    "model in different ways give one optimizer groups, by params=."
-)
 NO_BACKWARD = (
     "step() without a backward since the last one: call loss.backward() first, without inputs= (which, as "
     "torch.autograd.grad, leaves other gradients out), and zero_grad() after step(), not between"
@@ -112,11 +107,6 @@ ADDED = (
     "would be that much too small beside max_grad_norm), give the expected_batch_size of them all, and let no sample "
     "be in two of them, where it would count twice. fastdp.poisson_loader(max_physical_batch_size=) does all of it."
 )
-OF_ANOTHER_WORLD = (
-    "the loader's batches are one of {of} parts of a logical batch, and {mine} processes train together: records would "
-    "count several times, or be left out. Make the loader and the optimizer on every rank, both after "
-    "torch.distributed.init_process_group."
-)
 OWN_BATCHES = (
     "the batches come from no fastdp.poisson_loader, in a world of {n} processes: fastdp cannot see whether a record "
     "is on two ranks in one step, where it would count twice. torch's DistributedSampler repeats records unless "
@@ -125,11 +115,6 @@ OWN_BATCHES = (
 PERSONS_APART = (
     "group_by() in a world of several processes: a person whose records are on two ranks would be clipped on each, and "
     "count twice. fastdp.poisson_loader(group_by=) keeps each person whole on a rank."
-)
-CAPTURED = (
-    "step() within the capture of a graph (torch.cuda.graph, make_graphed_callables, mode='reduce-overhead'): every "
-    "replay would add the same noise, and none would be counted. Capture forward and backward of ordinary models only; "
-    "optimizer.graphed replays private steps, with new noise each time."
 )
 SCALED = (
     "a GradScaler has scaled the loss: every sample's norm was too large by the scale, so the gradients are dropped. "
@@ -140,7 +125,12 @@ SCALED = (
 
 def gone(by: str) -> str:
     """What an optimizer says that trains its model no more; by: what has taken its place."""
-    return _REPLACED.format(by=by) if by else _DETACHED
+    if not by:
+        return "this optimizer was detached from its model: make a new one to train on"
+    return (
+        f"this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts "
+        "of a model in different ways give one optimizer groups, by params=."
+    )
 
 
 def check_skipped(batch: PhysicalBatch) -> None:
@@ -163,13 +153,21 @@ def check_whole(batch: PhysicalBatch, records: int, people: object) -> None:
 def check_share(batch: PhysicalBatch, rank: int, ranks: int) -> None:
     """Raises StepError unless the batch is this process's part of a logical batch, of as many as train together."""
     if batch.share != (rank, ranks):
-        raise StepError(OF_ANOTHER_WORLD.format(of=batch.share[1], mine=ranks))
+        raise StepError(
+            f"the loader's batches are one of {batch.share[1]} parts of a logical batch, and {ranks} processes train "
+            "together: records would count several times, or be left out. Make the loader and the optimizer on every "
+            "rank, both after torch.distributed.init_process_group."
+        )
 
 
 def refuse_capture(sums: Iterable[Tensor]) -> None:
     """Raises StepError where a user's graph is captured on the device of a sum."""
     if any(map(capturing, {total.device for total in sums})):
-        raise StepError(CAPTURED)
+        raise StepError(
+            "step() within the capture of a graph (torch.cuda.graph, make_graphed_callables, mode='reduce-overhead'): "
+            "every replay would add the same noise, and none would be counted. Capture forward and backward of "
+            "ordinary models only; optimizer.graphed replays private steps, with new noise each time."
+        )
 
 
 def refuse_division() -> None:
@@ -188,10 +186,7 @@ def refuse_division() -> None:
     wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     if count == 1 or wrapper is None:
         return
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and not isinstance(caller.f_locals.get("self"), wrapper):
-        caller = caller.f_back
-    if caller is not None:
+    if any(isinstance(each.f_locals.get("self"), wrapper) for each in frames(sys._getframe(1))):
         raise StepError(
             f"Accelerator(gradient_accumulation_steps={count}) divides every loss by {count}, so every sample's norm "
             f"would be {count} times too small beside max_grad_norm. {_PHYSICAL}"

@@ -120,11 +120,12 @@ class SkippedBatches:
 
 
 class LoaderUsers(weakref.WeakSet[SkippedBatches]):
-    """Of the optimizers that train, or have trained, on a loader of a dataset: one made anew is no other."""
+    """What the optimizers have skipped that train, or have trained, on loaders of one dataset. (A loader made anew over
+    it counts as the same.)"""
 
     @classmethod
     def of(cls, dataset: Any) -> LoaderUsers:
-        """Of all loaders of this dataset, if it can be told apart."""
+        """The set that all loaders of this dataset share; a new one for a dataset that cannot be looked up."""
         try:
             return _OF_DATA.setdefault(dataset, cls())
         except TypeError:  # a list, say
@@ -133,12 +134,6 @@ class LoaderUsers(weakref.WeakSet[SkippedBatches]):
     def __init__(self) -> None:
         super().__init__()
         self.taken: deque[Taken] = deque(maxlen=4)  # the last passes in which nobody trained
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 _OF_DATA: weakref.WeakKeyDictionary[Any, LoaderUsers] = weakref.WeakKeyDictionary()

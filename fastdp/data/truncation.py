@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from ..accounting.runs import most_within
 from ..errors import AccountingError
 
 _LEAST = 1e-300
@@ -57,8 +58,4 @@ def max_batch_size_for(
     if samples < 1 or steps < 1 or not 0 <= epsilon < 700:
         raise AccountingError(f"{samples} samples, {steps} steps and epsilon {epsilon!r} are no run")
     most = share * delta / (1 + math.exp(epsilon)) / steps
-    low, high = 0, samples + 1  # high suffices, low does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if truncation(samples, sample_rate, middle) <= most else (middle, high)
-    return high
+    return 1 + most_within(samples, lambda size: truncation(samples, sample_rate, size) > most)

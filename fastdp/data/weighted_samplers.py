@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from .random_generators import RandomNumbers, kept_by
+from ..utils.random_generators import RandomNumbers, kept_by
 
 EVEN = (SequentialSampler, RandomSampler, DistributedSampler)  # (of draws with replacement each may be any record)
 REMEDY = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ParameterError
+from ..utils.random_generators import RandomNumbers, seed_generators
 
 LOOKS = 5  # records that are compared
 CHUNK = 1 << 20  # words that are summed at once
@@ -44,11 +44,6 @@ def mark_of_shapes(model: nn.Module) -> str:
 def mark_of_parameters(model: nn.Module) -> str:
     """The same of its parameters alone: a forward may have written to buffers."""
     return mark(_marks(list(model.named_parameters())))
-
-
-def mark_of_tensors(tensors: list[Tensor]) -> str:
-    """Of the values of these."""
-    return mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
 
 
 def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
@@ -134,21 +129,18 @@ def _known(value: Any) -> Any:
 @contextlib.contextmanager
 def _same_randomness() -> Iterator[None]:
     """Augmentations draw the same in every process, and the program's own random numbers stay as they were."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    before = RandomNumbers(set(), [])
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            np.random.seed(0)
-            random.seed(0)
-            yield
+        seed_generators(0)
+        yield
     finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        before.put_back()
 
 
 def same_on_all(group: Any, tensors: Sequence[Tensor], device: torch.device | str) -> bool:
     """Whether all processes of a group hold the same numbers. All of them must ask."""
-    own = torch.tensor([int(mark_of_tensors(list(tensors)), 16) >> 1], device=device)
+    values = mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
+    own = torch.tensor([int(values, 16) >> 1], device=device)
     least, most = own.clone(), own.clone()
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)

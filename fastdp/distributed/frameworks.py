@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import gc
 import sys
-from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from ..errors import StepError
+from ..utils.code_location import frames
 from .world import processes
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-_IN_PARTS = "ModelParallelStrategy with fully_shard (FSDP2) in configure_model() for a model in parts"
 _INSTEAD = "docs/distributed.md has an example of each"
 # of Lightning: the first two have whole copies of a model, and configure_model() lays it in parts for the last
 STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 # some of these are derived from the above, and none takes the gradient and the step as the optimizer makes them
 OTHERS = ("DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy", "XLAFSDPStrategy")
-SHARDING = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
 
 
 def check_frameworks(model: nn.Module) -> None:
@@ -33,12 +31,13 @@ def check_frameworks(model: nn.Module) -> None:
         if names & {*OTHERS} or (count > 1 and not names & {*STRATEGIES}):
             raise StepError(
                 f"Lightning's {type(strategy).__name__} with {count} process{'es' * (count > 1)} is refused: it does "
-                f"not keep the whole model on every process. Use Trainer(strategy='ddp'), or {_IN_PARTS}. {_INSTEAD}"
+                "not keep the whole model on every process. Use Trainer(strategy='ddp'), or ModelParallelStrategy with "
+                f"fully_shard (FSDP2) in configure_model() for a model in parts. {_INSTEAD}"
             )
     if processes() == 1:
         return
     kind = _accelerate()
-    if kind in SHARDING:
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise StepError(
             f"Accelerate with distributed_type {kind} and {processes()} processes is refused: it does not keep the "
             f"whole model on every process. Use accelerate launch --multi_gpu (or --cpu), or FSDP with fsdp_version=2."
@@ -124,15 +123,13 @@ def _calling() -> list[Any]:
     of Lightning's own, and that method, are asked for their locals: asking keeps what they hold alive, batches and all.
     """
     kinds, packages = _modules(), tuple(f"{name}." for name in _LIGHTNING)
-    caller: FrameType | None = sys._getframe(1) if kinds else None
-    while caller is not None:
+    for caller in frames(sys._getframe(1) if kinds else None):
         name = str(caller.f_globals.get("__name__", ""))
         if caller.f_code.co_name == "configure_optimizers" or name.startswith(packages):
             owner = caller.f_locals.get("self")
             for each in (owner, vars(owner).get("_lightning_module") if hasattr(owner, "__dict__") else None):
                 if isinstance(each, kinds) and (trainer := getattr(each, "_trainer", None)) is not None:
                     return [trainer]
-        caller = caller.f_back
     return []
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.common import sum_type
 from .reduce import ALIGNED, BUCKET
 from .shards import Part
 
@@ -51,14 +52,14 @@ class Scatter:
         self._members += members
         self._sums.update(sums)
         sums.clear()
-        if sum(whole.numel() * _type_of(whole).itemsize for whole, _ in self._members) >= BUCKET:
+        if sum(whole.numel() * sum_type(whole).itemsize for whole, _ in self._members) >= BUCKET:
             self._send()
 
     def _send(self) -> None:
         members, sums, pieces = self._members, self._sums, list[Piece]()
         self._members, self._sums = [], {}
         for kind in (torch.float32, torch.float64):
-            own = [(w, p) for w, p in members if _type_of(w) == kind]
+            own = [(w, p) for w, p in members if sum_type(w) == kind]
             large = [(w, p) for w, p in own if w.numel() * kind.itemsize >= LARGE and p.even]
             pieces += [_piece([member], _as_it_lies(*member, sums, kind)) for member in large]
             apart = {id(whole) for whole, _ in large}
@@ -83,11 +84,6 @@ class Scatter:
         self._send()
         self._settle()
         return self.found
-
-
-def _type_of(whole: Tensor) -> torch.dtype:
-    """Of its sums."""
-    return torch.float64 if whole.dtype == torch.float64 else torch.float32
 
 
 def _piece(members: list[tuple[Tensor, Part]], by_rank: Tensor) -> Piece:

@@ -144,7 +144,7 @@ class Sharded:
         return parameter if entry is None else self.leaf_of(names.whole_of(entry))
 
     def _between(self, parameter: Tensor) -> Any:
-        """Of the part that reshard_after_forward=<a number> makes anew in every forward."""
+        """The entry of a part that reshard_after_forward=<a number> makes anew in every forward."""
         if not hasattr(parameter, "placements"):
             return None
         entry = self._passing.get(id(parameter))

@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the dimension that is cut."""
+        """The length of the dimension that is cut."""
         return self.shape[self.dim] if self.shape else 1
 
     @property

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..batch_axis import current_batch
 from ..engine.per_sample import PerSampleGradients
 from ..errors import ParameterError, StepError
+from ..utils.code_location import frames
 from . import private_names as names
 from .failure_signal import failure_signal_of
 from .frameworks import unwrap
@@ -303,11 +304,9 @@ def _check_stages(model: nn.Module) -> None:
 
 def _check_stage_runs() -> None:
     """Raises ParameterError if it is a pipeline's stage that calls the model, or a module of it."""
-    caller = sys._getframe(1) if _STAGES in sys.modules else None
-    while caller is not None:
-        if caller.f_globals.get("__name__") == _STAGES:
+    if _STAGES in sys.modules:
+        if any(each.f_globals.get("__name__") == _STAGES for each in frames(sys._getframe(1))):
             raise ParameterError(_PIPELINE)
-        caller = caller.f_back
 
 
 def check_samples(world: World) -> None:

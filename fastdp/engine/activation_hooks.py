@@ -21,6 +21,7 @@ from ..batch_axis.aliasing import shares
 from ..batch_axis.operator_table import REACHING_GRAPH, is_in_place
 from ..errors import SampleMixingError, StepError, UncapturedUseError
 from ..grad_sample.captured_call import Native
+from ..utils.autograd_graph import graph_nodes
 from ..utils.pytree import tensors_in
 
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
@@ -198,10 +199,8 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
     if not any(owner.nodes for owner in owners):
         return
     with torch._C.DisableTorchFunction():
-        waiting = [tensor.grad_fn for tensor in tensors_in(roots) if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+        begin = [tensor.grad_fn for tensor in tensors_in(roots)]
+    for node in graph_nodes(begin):
         for register in (node.register_prehook, node.register_hook):
             handle = register(_plain)  # torch tells of a node's hooks only to who adds one
             hooks: Any = handle.hooks_dict_ref()
@@ -210,7 +209,3 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
                 own = isinstance(hook, LookingHook | Native) or getattr(hook, "__module__", "") == "torch.utils.hooks"
                 if not own:
                     hooks[number] = LookingHook(hook, owners, "", "a node of the graph (grad_fn)")
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)

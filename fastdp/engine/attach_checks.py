@@ -27,13 +27,10 @@ def refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
         )
 
 
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-
-
 def check_unattached(model: nn.Module) -> None:
     """Raises ParameterError where the model is a script, spread over devices by torch, or has an engine already."""
     for module in model.modules():
-        if isinstance(module, _PARALLEL):
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ParameterError(
                 f"{type(module).__name__} would add up gradients of several devices before they are private. Give "
                 "fastdp the plain model (its .module); a private optimizer takes a DistributedDataParallel as its "

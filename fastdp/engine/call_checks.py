@@ -111,12 +111,6 @@ def _look_at(forward_pass: PassView, tensor: Tensor, call: Call) -> Layout | Non
     return None
 
 
-_OUT_OF_SIGHT = (
-    "runs inside torch.func or torch.vmap on data that needs no gradient, out of sight: what it makes there of several "
-    "samples would pass for constants"
-)
-
-
 def look_beneath(forward_pass: PassView, func: Any, args: Any, kwargs: Any) -> None:
     """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
     for tensor in tensors_in((args, kwargs)):
@@ -124,7 +118,11 @@ def look_beneath(forward_pass: PassView, func: Any, args: Any, kwargs: Any) -> N
             tensor = torch._C._functorch.get_unwrapped(tensor)
         if not tensor.requires_grad:
             if tensor.is_floating_point() and forward_pass.batch > 1 and tag_of(tensor, forward_pass.batch) is not None:
-                forward_pass.reads.note(f"{forward_pass.place(function_name(func))} {_OUT_OF_SIGHT}", None)
+                forward_pass.reads.note(
+                    f"{forward_pass.place(function_name(func))} runs inside torch.func or torch.vmap on data that "
+                    "needs no gradient, out of sight: what it makes there of several samples would pass for constants",
+                    None,
+                )
         elif forward_pass.is_parameter(tensor):
             forward_pass.note_use(tensor, f"{forward_pass.place(function_name(func))}, inside torch.func or torch.vmap")
         elif forward_pass.is_data(tensor) and not forward_pass.unseen:
@@ -199,7 +197,7 @@ def poisoned(forward_pass: PassView, call: Call, problem: SampleMixingError) -> 
 
     def poison(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() or tensor.is_complex():
-            tensor = Poison.apply(tensor, forward_pass.token_for(()), problem)  # type: ignore[no-untyped-call]
+            tensor = Poison.apply(tensor, forward_pass.token, problem)  # type: ignore[no-untyped-call]
         tag(tensor, mixed)
         return tensor
 

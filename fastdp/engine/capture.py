@@ -57,8 +57,6 @@ from .parameter_slices import FOLLOWED, follow, note_parts
 from .state import Engine
 from .tracked_parameters import owned_by
 
-WITHOUT_GRAD = "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"
-
 
 class Pass(PassRecord):
     """One outermost forward of the model (or of one of its modules)."""
@@ -102,10 +100,6 @@ class Pass(PassRecord):
         """The parameters that these tensors are, or are made of, for messages."""
         names = [self.tracked.get(id(leaf), "?") for tensor in tensors for leaf in leaves_of(tensor)]
         return ", ".join(f"'{name}'" for name in dict.fromkeys(names))
-
-    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
-        """A scalar that requires grad, so that backward reaches uses whose data does not."""
-        return self.token
 
     def begin_record(self, path: str) -> bool:
         return self.backward.begin_record(self, path)
@@ -208,7 +202,11 @@ class Pass(PassRecord):
             watch_region(self.engine, self.path, self.batch, self.moment, calls, parameters)
             self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
             for parameter in parameters:
-                self.note_use(parameter, f"{self.place(call.name)}, {WITHOUT_GRAD}")
+                self.note_use(
+                    parameter,
+                    f"{self.place(call.name)}, without grad, as in the forward of a torch.autograd.Function (which "
+                    "fastdp.register_rule makes seen)",
+                )
         elif parameters:
             watch_region(self.engine, self.path, self.batch, self.moment)
             return self._combined(call, parameters) if has_data else self._derived(call, parameters)

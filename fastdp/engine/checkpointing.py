@@ -8,6 +8,7 @@ So the function that computes such a region again is replaced by one that enters
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.layout import tag_of
 from ..errors import UncapturedUseError
-from ..grad_sample.checkpoint_regions import CHECKPOINT, frame_of, frames
+from ..grad_sample.checkpoint_regions import CHECKPOINT, frame_of
+from ..utils.code_location import frames
 from .module_hooks import hook_of
 from .state import Engine
 
@@ -53,7 +55,7 @@ def watch_region(
 
 def _refuse_arguments(path: str, taken: Sequence[Tensor]) -> None:
     keys = set(map(id, taken))
-    for frame in frames() if keys else ():
+    for frame in frames(sys._getframe()) if keys else ():
         if frame.f_code is _REENTRANT and keys & set(map(id, frame.f_locals["args"])):
             raise UncapturedUseError(
                 f"in module '{path}': checkpoint(..., use_reentrant=True) is given a parameter, or a tensor made of "
@@ -65,7 +67,7 @@ def _refuse_arguments(path: str, taken: Sequence[Tensor]) -> None:
 
 def _arguments(engine: Engine, code: Any, calls: int) -> dict[str, Any] | None:
     """The variables of the innermost call of `code` around the caller; None if more modules stand in between."""
-    for frame in frames():
+    for frame in frames(sys._getframe()):
         if frame.f_code is code:
             return frame.f_locals
         if frame.f_code is _CALL and hook_of(frame.f_locals["self"], engine):

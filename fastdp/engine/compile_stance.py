@@ -9,6 +9,7 @@ threads share it; it is the user's own again when the last of them ends.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import threading
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.code_location import FASTDP
+from ..utils.code_location import FASTDP, frames
 
 _DYNAMO = "torch._dynamo.eval_frame"  # imported by torch.compile, as it takes seconds: without it nothing is compiled
 _COMPILED = "/torch/_dynamo/eval_frame.py"
@@ -46,12 +47,10 @@ class _Plainly:
         """Whether no compiled function runs that called the model (the model itself may be compiled)."""
         if sys.modules.get(_DYNAMO) is None:
             return True
-        frame: Any = sys._getframe(1)
-        while frame is not None and _is_call(frame.f_code.co_filename):
-            frame = frame.f_back
-        while frame is not None and not frame.f_code.co_filename.endswith(_COMPILED):
-            frame = frame.f_back
-        return frame is None
+        files = (frame.f_code.co_filename for frame in frames(sys._getframe(1)))
+        # (code of these files only stands between a model's forward and who called it)
+        callers = itertools.dropwhile(lambda name: name.startswith(FASTDP) or name.endswith(_AROUND), files)
+        return not any(name.endswith(_COMPILED) for name in callers)
 
     def end(self) -> None:
         """No longer."""
@@ -69,11 +68,6 @@ def any_compiled() -> bool:
     """Whether something was compiled by torch.compile in this process, called yet or not."""
     dynamo = sys.modules.get(_DYNAMO)
     return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))  # (of torch's own: None)
-
-
-def _is_call(name: str) -> bool:
-    """Whether code of this file only stands between a model's forward and who called it."""
-    return name.startswith(FASTDP) or name.endswith(_AROUND)
 
 
 class CompiledModules:

@@ -42,7 +42,7 @@ class Bundle:
 
     @classmethod
     def of(cls, members: Sequence[tuple[Tensor, ParameterUse]]) -> Bundle:
-        """Of these parameters, each with its one use."""
+        """Made of parameters, each with its one use."""
         rows = [use.grads.reshape(use.batch, -1) for _, use in members if isinstance(use, Stored)]
         grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
         return cls([parameter for parameter, _ in members], grads, _shared_clock(members))
@@ -95,12 +95,12 @@ class Abreast:
 
     @classmethod
     def of(cls, members: Sequence[tuple[Tensor, ParameterUse]]) -> Abreast:
-        """Of these parameters, each with its one use."""
+        """Made of parameters, each with its one use."""
         first, *others = [use for _, use in members]
         return cls([parameter for parameter, _ in members], first.abreast(others), _shared_clock(members))
 
     def norms_sq(self, several: bool) -> Tensor:
-        """As of `Bundle`."""
+        """As `Bundle.norms_sq`."""
         found = self.one.norm_sq().double().view(len(self.members), -1)
         return found if several else found.sum(0, keepdim=True)
 
@@ -110,11 +110,11 @@ class Abreast:
         return isinstance(self.one, GroupedKernels)
 
     def clipped_sum(self, factors: Tensor, last: bool = False) -> dict[int, Tensor]:
-        """As of `Bundle`."""
+        """As `Bundle.clipped_sum`."""
         one, factors = self.one, factors.to(self.one.operand.device)
         if isinstance(one, GroupedKernels):
             same = factors.size(0) == 1
-            sums = one.sums_abreast(len(self.members), factors[0] if same else factors, last)
+            sums = one.sums_abreast(factors[0] if same else factors, last)
             return dict(zip(self.members, sums, strict=True))
         total = one.sums_abreast(len(self.members), factors.flatten())
         parts: tuple[Tensor, ...] = torch.unbind_copy(total)  # type: ignore[assignment, func-returns-value]

@@ -29,8 +29,8 @@ from ..batch_axis.tensor_notes import note_parameter, was_filled
 from ..errors import FastDPError, StepError
 from ..grad_sample import device_streams
 from ..grad_sample.parameter_links import link_of
+from ..utils.autograd_graph import on_gradient
 from ..utils.garbage_collection import COLLECTOR
-from ..utils.gradient_hook import on_gradient
 from . import later_copies, loss_tracking
 from .attach_checks import is_stateless, refuse_hooks
 from .backward import Arrival, Backward
@@ -117,7 +117,7 @@ class Forward(Engine):
         if not path:
             self._drop_interrupted()
         here = self.running
-        if self.graphed is not None and self.begins_pass() and not (path and _is_guest(module)):
+        if self.graphed is not None and self.begins_pass() and not (path and _is_no_pass(module, args, kwargs)):
             self.graphed.seen(path, module)
         here.entered.append(None)
         if self.backward.public:
@@ -125,7 +125,7 @@ class Forward(Engine):
                 here.entered[-1] = PublicForward(self.backward, (args, kwargs))
         elif here.active is not None:
             self._enter_inner(here.active, path, module, args, kwargs)
-        elif torch.is_grad_enabled() and not (path and (_is_constant(module, args, kwargs) or _is_guest(module))):
+        elif torch.is_grad_enabled() and not (path and _is_no_pass(module, args, kwargs)):
             try:
                 with self.backward.tracked.steady():
                     here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
@@ -191,7 +191,8 @@ class Forward(Engine):
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.replays.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
-        moment = self._last_moment() if recomputing else None
+        moments = self._moments or self._ended
+        moment = moments[-1] if recomputing and moments else None  # of the forward that is computed again
         active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
         active.recomputes = recomputing
         if not recomputing:
@@ -236,11 +237,6 @@ class Forward(Engine):
         if hand is None:
             refuse_more_rows(followed, self.batch, tensors)
         active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
-
-    def _last_moment(self) -> Generation | None:
-        """Of the forward that is computed again."""
-        known = self._moments or self._ended
-        return known[-1] if known else None
 
     def runs_again(self) -> bool:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
@@ -290,7 +286,7 @@ class Forward(Engine):
         active.called.add(path)
         self._argument_layouts[path] = layouts
 
-    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+    def leave(self, out: Any) -> Any:
         here = self.running
         if not here.entered:
             return None
@@ -299,7 +295,7 @@ class Forward(Engine):
             if out is None and isinstance(error := sys.exc_info()[1], FastDPError):
                 self.backward.refused(error)
             try:
-                return self._leave_pass(path, started, out)
+                return self._leave_pass(started, out)
             except FastDPError as error:
                 self.backward.refused(error)
                 raise
@@ -311,7 +307,7 @@ class Forward(Engine):
             later_copies.begin()
         return None
 
-    def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:
+    def _leave_pass(self, started: Pass, out: Any) -> Any:
         """The outermost forward ends. Returns what to put in place of its result, or None."""
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
@@ -377,15 +373,12 @@ class Forward(Engine):
         self.running.entered.clear()
 
 
-def _is_guest(module: nn.Module) -> bool:
-    """Whether a module without parameters is called in the forward of another model, which has it, too."""
-    return is_stateless(module) and any(engine.running.active is not None for engine in ENGINES)
-
-
-def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a call meets neither data nor what is trained (an absent context's embedding, called on its own)."""
+def _is_no_pass(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call meets neither data nor what is trained (an absent context's embedding, called on its own), or is
+    of a module without parameters in the forward of another model, which has it, too."""
     tensors = nested_tensors((args, kwargs)) or packed_sequences((args, kwargs))
-    return not tensors and not any(p.requires_grad for p in module.parameters())
+    constant = not tensors and not any(p.requires_grad for p in module.parameters())
+    return constant or is_stateless(module) and any(engine.running.active is not None for engine in ENGINES)
 
 
 def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:

@@ -23,7 +23,7 @@ from ..grad_sample.embedding import Lookup
 from ..grad_sample.linear import Matmul
 from ..grad_sample.parameter_links import leaves_of, link_of, pull_back_sum
 from ..grad_sample.parameter_use import ParameterUse, Regrouped, Stored
-from ..grad_sample.planner import HeldBytes, Planner
+from ..grad_sample.planner import Planner
 from ..grad_sample.routed_rows import Routed
 from .foreach import Abreast, Arrangement, Bundle, arrangement, rows_of, sums_by_group
 
@@ -212,11 +212,6 @@ class Gradients:
         high = self.batch if high is None else high
         total = materialised(parameter, self.uses_of(parameter), low, high)
         return total * self.scale
-
-    def held_bytes(self) -> int:
-        """Memory that the uses hold until the end of backward."""
-        held = HeldBytes()
-        return sum(held.hold(use.data()) for use in self.uses)
 
     def check_unwritten(self) -> None:
         """Raises StepError where something that the uses hold (the model's input, perhaps) was written to since."""

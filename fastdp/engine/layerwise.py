@@ -103,7 +103,7 @@ class LayerwiseSums:
             tape.uses[place], tape.versions[place] = None, 0
 
     def _uses(self, tape: ForwardRecord, numbers: Sequence[int]) -> list[ParameterUse]:
-        """Those of groups, in the order of their arrival in each."""
+        """The uses of these groups, group by group, in the order in which they arrived."""
         places = [place for number in numbers for place in self._waiting[number]]
         return [use for place in places if (use := tape.uses[place]) is not None]
 

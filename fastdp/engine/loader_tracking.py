@@ -20,13 +20,6 @@ from .host_reads import NumbersRead
 from .loss_tracking import LossTracking, pause, start
 from .state import ENGINES, Engine
 
-_MORE_ROWS = (
-    "the loader handed out {records} records, the model was given a batch of {rows} rows made of them: each row would "
-    "be clipped on its own, so one record could move the sum by several times the clipping norm. One record must be "
-    "one row. For several views of a record, or rows of one, train with fastdp's own optimizers, which have "
-    "augmentations= and rows_per_sample=, or let the model take them as a further dimension, [records, views, ...]."
-)
-
 _LAST: list[Generation] = []  # of batches that loaders handed out
 _FOLLOWED = [(0, 0)]  # the number of the last of them, and its loader's id
 _TRAINED = [0]  # backwards of all engines, when the last one was
@@ -117,7 +110,13 @@ def refuse_more_rows(found: LossTracking | None, batch: int, tensors: Sequence[T
             layout = tag_of(tensor, found.batch)
             records = found.batch if layout is not None and layout.rows == batch and not layout.mixed else records
         if 0 < records < batch:  # (rows in place of an empty batch are of no record)
-            raise StepError(_MORE_ROWS.format(records=records, rows=batch))
+            raise StepError(
+                f"the loader handed out {records} records, the model was given a batch of {batch} rows made of them: "
+                "each row would be clipped on its own, so one record could move the sum by several times the clipping "
+                "norm. One record must be one row. For several views of a record, or rows of one, train with fastdp's "
+                "own optimizers, which have augmentations= and rows_per_sample=, or let the model take them as a "
+                "further dimension, [records, views, ...]."
+            )
 
 
 def read_in(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> tuple[NumbersRead | None, str]:

@@ -155,7 +155,7 @@ class LossTracking(TorchFunctionMode):
                 self.turn()
 
     def _choose(self, roots: Sequence[Tensor]) -> None:
-        """Of the batches that wait, follow the one of whose outputs these are."""
+        """Follow the one, of the batches that wait, whose outputs these are."""
         moments = {id(generation_of(root)) for root in roots if generation_of_output((root,), self.moment)}
         if len(moments) > 1 and self.batch > 1:  # (single samples, which forwards of one each meet, may be two records)
             self._note_joined(roots)

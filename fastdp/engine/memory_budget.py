@@ -15,6 +15,7 @@ Source: the two-backward form of ghost clipping, Li et al. 2022.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +28,7 @@ from ..batch_axis.inputs import nested_tensors
 from ..errors import StepError
 from ..grad_sample.parameter_links import leaves_of, link_of, span_of
 from ..grad_sample.parameter_use import ParameterUse
-from ..utils.gradient_hook import on_gradient
+from ..utils.autograd_graph import on_gradient
 from ..utils.pytree import map_tensors
 from ..utils.rng_state import States, random_states, set_random_states
 
@@ -117,8 +118,10 @@ class Block:
         now = random_states(*self._random)
         set_random_states(self._random)
         try:
-            with torch.enable_grad():
-                out = _under(self._autocast, lambda: self.module(*args, **kwargs))
+            with torch.enable_grad(), contextlib.ExitStack() as stack:
+                for kind, enabled, dtype in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                out = self.module(*args, **kwargs)
         finally:
             set_random_states(now)
         pairs = [
@@ -256,11 +259,3 @@ def _at_most(before: Tensor, now: Tensor) -> Tensor:
 def _fresh(tensor: Tensor) -> Tensor:
     """A leaf, so that backward ends here; what is differentiable stays so, for the same calls to be captured."""
     return tensor.detach().requires_grad_(tensor.requires_grad and tensor.is_floating_point())
-
-
-def _under(autocast: list[tuple[str, bool, torch.dtype]], run: Callable[[], Any]) -> Any:
-    if not autocast:
-        return run()
-    kind, enabled, dtype = autocast[0]
-    with torch.autocast(kind, dtype=dtype, enabled=enabled):
-        return _under(autocast[1:], run)

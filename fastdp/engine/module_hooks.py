@@ -52,7 +52,7 @@ class ModuleHook:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if torch.compiler.is_compiling() or self.engine is None:
             return None
-        return self.engine.leave(self.path, module, out)
+        return self.engine.leave(out)
 
 
 class InnerCall(NamedTuple):
@@ -74,9 +74,11 @@ class InnerCall(NamedTuple):
 
     def attach(self) -> InnerCall:
         """Let torch call the module so, in the place where it keeps compiled code."""
-        known, extension = self.module._compiled_call_impl, native()
-        free = (known is None or is_inner(known)) and not isinstance(self.module, torch.jit.ScriptModule)
-        if free and not isinstance(extension, str):
+        kind, known, extension = type(self.module), self.module._compiled_call_impl, native()
+        free = known is None or is_inner(known)
+        # a script has no such place, and others' own ways of being copied (those of torch's RNNs) would copy it
+        fits = kind.__getstate__ is nn.Module.__getstate__ and not issubclass(kind, torch.jit.ScriptModule)
+        if free and fits and not isinstance(extension, str):
             self.module.__dict__["_compiled_call_impl"] = extension.module_call(self)
         return self
 

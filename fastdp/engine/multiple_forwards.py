@@ -90,20 +90,40 @@ class MultipleForwards:
         if not before:
             return None
         if given.hand is not None:  # (which has as many samples as the forward)
-            return None if given.hand == before[-1].hand else StepError(_BATCHES)
+            return None if given.hand == before[-1].hand else StepError(
+                "one backward goes through forwards of several batches of the loader: their i-th samples would be "
+                "clipped as one. Call backward() and step() for each batch; for larger batches raise the loader's "
+                "expected_batch_size=, with max_physical_batch_size= for what memory holds."
+            )  # fmt: skip
         if any(given.has_rows_of(each) is False for each in before):
-            return StepError(_PARTS)
+            return StepError(
+                "one backward goes through several forwards of different rows of one tensor, as of the parts of a "
+                f"batch: their i-th samples would be clipped as one. {_REMEDY}. (If these rows are of the same "
+                "samples, as two views of them one after the other, put the views into a dimension of their own: "
+                "x.view(views, samples, ...), and x[0], x[1].)"
+            )
         if any(given.goes_with(each) for each in before):
             return None
         if given.batch > 1:
             if not self._warned:
                 self._warned = True
-                warnings.warn(_PAIRS.format(given.batch), PairedForwardsWarning, stacklevel=2)
+                warnings.warn(
+                    f"one backward goes through several forwards of {given.batch} samples each, and nothing shows that "
+                    "these are the same samples: fastdp takes the i-th samples of all forwards for one, and clips them "
+                    "together. That is right for views of one record, for pairs, and for generated samples beside real "
+                    "ones. For different records (two data sets, the chunks of a batch) it is wrong, as each could "
+                    f"move the sum by 2 R. {_REMEDY}.",
+                    PairedForwardsWarning,
+                    stacklevel=2,
+                )
             return None
         if given.one:
             return None
         count = Counter(each.path for each in self._here)[given.path]
-        return StepError(_SINGLE) if count > max(1, self._most[given.path]) else None
+        return None if count <= max(1, self._most[given.path]) else StepError(
+            "one backward goes through several forwards of one sample each: they would be clipped together, as one "
+            f"sample. {_REMEDY}. If all forwards are of one sample (two views of it, a pair), say so by batch_size=1."
+        )  # fmt: skip
 
     def end(self) -> None:
         """The backward has ended well."""
@@ -115,24 +135,4 @@ class MultipleForwards:
 _REMEDY = (
     "Call the model once on all samples, or call backward() after each forward, on the loss of its own samples, and "
     "step() after the last one"
-)
-_PARTS = (
-    "one backward goes through several forwards of different rows of one tensor, as of the parts of a batch: their "
-    f"i-th samples would be clipped as one. {_REMEDY}. (If these rows are of the same samples, as two views of them "
-    "one after the other, put the views into a dimension of their own: x.view(views, samples, ...), and x[0], x[1].)"
-)
-_BATCHES = (
-    "one backward goes through forwards of several batches of the loader: their i-th samples would be clipped as one. "
-    "Call backward() and step() for each batch; for larger batches raise the loader's expected_batch_size=, with "
-    "max_physical_batch_size= for what memory holds."
-)
-_SINGLE = (
-    "one backward goes through several forwards of one sample each: they would be clipped together, as one sample. "
-    f"{_REMEDY}. If all forwards are of one sample (two views of it, a pair), say so by batch_size=1."
-)
-_PAIRS = (
-    "one backward goes through several forwards of {} samples each, and nothing shows that these are the same samples: "
-    "fastdp takes the i-th samples of all forwards for one, and clips them together. That is right for views of one "
-    "record, for pairs, and for generated samples beside real ones. For different records (two data sets, the chunks "
-    f"of a batch) it is wrong, as each could move the sum by 2 R. {_REMEDY}."
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..errors import UncapturedUseError
 from ..grad_sample.head_loss import outside
 from ..grad_sample.parameter_links import leaves_of
 from ..grad_sample.parameter_use import ParameterUse
+from ..utils.autograd_graph import graph_nodes
 from .tracked_parameters import Tracked
 
 _SHOWN = 5
@@ -77,7 +78,7 @@ class ForeignParameters:
             return
         self._losses += 1
         with torch._C.DisableTorchFunction():
-            near = tuple(node.name() for node in itertools.islice(_nodes(roots), _NEAR))
+            near = tuple(node.name() for node in itertools.islice(graph_nodes(t.grad_fn for t in roots), _NEAR))
             if not self._losses & (self._losses - 1) or near not in self._known:
                 self._known.add(near)
                 found = [p for p in _leaves(roots) if isinstance(p, nn.Parameter) or not p.dim() or p.size(0) % batch]
@@ -120,21 +121,10 @@ class ForeignParameters:
         )
 
 
-def _nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """The nodes of autograd's graph that these tensors were made by, each once, the nearest first."""
-    waiting = list(dict.fromkeys(t.grad_fn for t in tensors if t.grad_fn is not None))
-    met = set(waiting)
-    for node in waiting:  # which grows
-        yield node
-        for after, _ in node.next_functions:
-            if after is not None and after not in met:
-                met.add(after)
-                waiting.append(after)
-
-
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What would get gradients by a backward from these tensors."""
-    found = (getattr(node, "variable", None) for node in itertools.islice(_nodes(tensors), _MOST))
+    nodes = itertools.islice(graph_nodes(t.grad_fn for t in tensors), _MOST)
+    found = (getattr(node, "variable", None) for node in nodes)
     return [leaf for leaf in found if leaf is not None]
 
 

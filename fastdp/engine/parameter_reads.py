@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..grad_sample.conv import Conv
+from ..grad_sample.cross_terms import isometric
 from ..grad_sample.embedding import Lookup
 from ..grad_sample.linear import Matmul
 from ..grad_sample.parameter_links import leaves_of, link_of
@@ -30,21 +31,15 @@ class Reading(NamedTuple):
 
 
 def readings(gradients: Gradients) -> Iterator[Reading]:
-    """Of the uses that read parameters."""
+    """What the uses will read: one for each, and one for each checkpointed block behind it."""
     for use in gradients.uses:
         leaves = tuple(map(id, leaves_of(use.operand)))
         blocks = list(_blocks(use))
         for block in blocks:
             yield Reading(leaves, block)
-        if _is_mapped(use) or not (blocks or _holds_all(use)):
+        if not isometric(use.operand) or not (blocks or _holds_all(use)):
             link = link_of(use.operand)
             yield Reading(leaves, None, () if link is None else link.again)
-
-
-def _is_mapped(use: ParameterUse) -> bool:
-    """Whether the operand's gradient becomes the parameters' by a way that may read them."""
-    link = link_of(use.operand)
-    return link is not None and not (link.isometric and len(link.leaves) == 1)
 
 
 def _parts(use: ParameterUse) -> list[ParameterUse]:

@@ -27,8 +27,6 @@ from .layerwise import ByGroup
 from .tracked_parameters import Shards, Tracked
 from .unused_batches import Known
 
-LOSS_REDUCTIONS = ("mean", "sum")
-
 
 class PerSampleGradients:
     """Exact per-sample gradients of a model from an ordinary `loss.backward()`.
@@ -80,7 +78,7 @@ class PerSampleGradients:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        if loss_reduction not in LOSS_REDUCTIONS:
+        if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
         self.model, self.planner = model, Planner(memory_budget)
         check_unattached(model)
@@ -155,10 +153,6 @@ class PerSampleGradients:
         """Tell this of every outermost forward before it begins (`fastdp.optim.graphed_forwards`)."""
         self._forward.graphed = by
         return self._forward
-
-    def waits_for_backward(self) -> bool:
-        """Whether a backward may come through a forward that has ended."""
-        return loss_tracking.waits()
 
     def others(self) -> list[str]:
         """The names of parameters that require grad and are not tracked."""

@@ -10,17 +10,8 @@ from ..batch_axis.generations import LOADERS
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.tensor_notes import LOADED, MOMENT
 from ..errors import StepError
-from ..utils.gradient_hook import on_gradient
+from ..utils.autograd_graph import on_gradient
 from .backward import Backward
-
-_PUBLIC_GRAPH = (
-    "a backward outside of public() through a forward that was made within it, so that its gradients would get lost: "
-    "call backward() within public(), too."
-)
-_PRIVATE_BATCH = (
-    "the model is given a batch of a poisson_loader within public(), where nothing is clipped or noised: train on it "
-    "outside of public()."
-)
 
 
 class PublicForward:
@@ -31,7 +22,10 @@ class PublicForward:
         for tensor in nested_tensors(given):
             moment = tensor.__dict__.get(MOMENT)
             if LOADED in tensor.__dict__ or (moment is not None and (moment.owner is LOADERS or moment.before)):
-                raise StepError(_PRIVATE_BATCH)
+                raise StepError(
+                    "the model is given a batch of a poisson_loader within public(), where nothing is clipped or "
+                    "noised: train on it outside of public()."
+                )
 
     def leave(self, out: Any) -> None:
         """Its backward must be within `public()`, too."""
@@ -41,4 +35,7 @@ class PublicForward:
 
     def _arrived(self, grad: Tensor) -> None:
         if not self._backward.public:
-            raise StepError(_PUBLIC_GRAPH)
+            raise StepError(
+                "a backward outside of public() through a forward that was made within it, so that its gradients would "
+                "get lost: call backward() within public(), too."
+            )

@@ -96,7 +96,7 @@ class Repeated(Gradients):
             self._lasting()
 
     def clock(self, place: int) -> Clock | None:
-        """That of a use."""
+        """The clock of the use at a place; None: nothing is timed."""
         if self._timed and self.clocks[place] is None:
             self.clocks[place] = Clock(self._templates[place].use.operand.device)
         return self.clocks[place]

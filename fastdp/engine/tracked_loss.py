@@ -119,7 +119,11 @@ def problem_of(
             if grouped:  # of one person's records, perhaps
                 return LossNotFollowedWarning(_LOST)
             chance = any(words in layout.mixed for words in _MET_BY_CHANCE)
-            return SampleMixingError(REFUSED.format(layout.mixed) + (_NO_SAMPLES if chance else ""), layout.mixed)
+            remedy = (
+                " Or is a tensor of no sample (prototypes, a teacher's buffer), and has as many rows as the batch? Say "
+                "so, by fastdp.mark_rows(tensor, None)."
+            ) * chance
+            return SampleMixingError(REFUSED.format(layout.mixed) + remedy, layout.mixed)
         if (
             layout.piece is not None and layout.piece.one_by_one and not OWN_NUMBERS
         ):  # else its own data may have said so
@@ -167,10 +171,6 @@ REFUSED = (
     "several samples must share, make a constant."
 )
 _MET_BY_CHANCE = "samples with each other", "lie in different dimensions"
-_NO_SAMPLES = (
-    " Or is a tensor of no sample (prototypes, a teacher's buffer), and has as many rows as the batch? Say so, by "
-    "fastdp.mark_rows(tensor, None)."
-)
 
 
 def takes(forward: Pass, tensor: Tensor) -> bool:

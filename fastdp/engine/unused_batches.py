@@ -41,13 +41,9 @@ class Taken:
         if self._sizes:
             _CLOSED.add(self)
 
-    def has_more(self, stepped: set[int]) -> bool:
-        """Whether there are batches of records that were not stepped on."""
-        return any(size and number not in stepped for number, size in enumerate(self._sizes))
-
-    def has(self, size: int) -> bool:
-        """Whether a batch had this size."""
-        return size in self._sizes
+    def repeats(self, size: int, stepped: set[int]) -> bool:
+        """Whether a batch had this size, and all batches of records were stepped on."""
+        return size in self._sizes and not any(n not in stepped for n, known in enumerate(self._sizes) if known)
 
     def like(self, size: int, stepped: set[int]) -> int | None:
         """A batch of that size that was not stepped on, the first after the others, if there is any."""
@@ -61,7 +57,7 @@ _CLOSED: weakref.WeakSet[Taken] = weakref.WeakSet()
 
 
 def of(values: Any) -> Known | None:
-    """Which batch of a pass that is over the arguments of a model are, or are views of."""
+    """The batch, of a loader's pass that is over, that a model's arguments are or are views of; None: no such."""
     if not _CLOSED:
         return None
     with torch._C.DisableTorchFunction():
@@ -75,7 +71,7 @@ def of(values: Any) -> Known | None:
 
 
 class Stepped:
-    """Which of such batches an optimizer has stepped on."""
+    """Which batches of passes that are over an optimizer has stepped on."""
 
     def __init__(self) -> None:
         self._stepped: dict[Taken, set[int]] = {}
@@ -94,7 +90,7 @@ class Stepped:
     def again(self, rate: float | None, size: int) -> bool:
         """Whether all batches of such a loader were stepped on, and one of them may be this one."""
         known = [taken for taken in self._stepped if rate is not None and abs(taken.rate - rate) < 1e-9]
-        return any(taken.has(size) and not taken.has_more(self._stepped[taken]) for taken in known)
+        return any(taken.repeats(size, self._stepped[taken]) for taken in known)
 
     def add(self, known: Known) -> bool:
         """A step was made on it. Returns whether it is the first of its pass."""

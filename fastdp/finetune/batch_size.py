@@ -20,6 +20,7 @@ import torch
 from ..data.grouping import Grouping
 from ..optim.optimizers import DPAdamW
 from ..utils.rng_state import random_states, set_random_states
+from ..verification.state import evaluating
 from .plan import FinetuneError, Job
 
 SHARE = 0.6, 0.9  # of the free memory that may be used: on the CPU, on a GPU
@@ -120,7 +121,7 @@ def measured(job: Job, optimizer: Any, places: Sequence[int]) -> tuple[float, in
 def engine_on(job: Job) -> Iterator[Any]:
     """A private optimizer of the model, which is in training mode; nothing of it is left behind."""
     plan, model = job.plan, job.model
-    states, training = random_states(job.device), [module for module in model.modules() if module.training]
+    states = random_states(job.device)
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     clipping = "local" if plan.clipping == "adaptive" else plan.clipping  # as much memory and time
     optimizer = DPAdamW(
@@ -128,14 +129,12 @@ def engine_on(job: Job) -> Iterator[Any]:
         expected_batch_size=plan.expected_batch_size,
     )  # fmt: skip
     try:
-        model.train()
-        yield optimizer
+        with evaluating(model):  # which keeps the modes
+            model.train()
+            yield optimizer
     finally:
         _drop(optimizer)
         optimizer.detach()
-        model.eval()
-        for module in training:
-            module.training = True
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

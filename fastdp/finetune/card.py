@@ -36,17 +36,7 @@ SEVERAL = (
     "protected by about k times epsilon, and by a larger delta; --group-by protects persons."
 )
 SCHEMA = "urn:fastdp:privacy-card:1"  # of privacy_card.schema.json, in this package
-NO_HASH = (
-    "The commitment is no hash of the data, by which a guessed record could be found out: without the key, which its "
-    "owner keeps, it looks like random bits. The balance of the labels, the figures of the check and those of the "
-    "evaluation are functions of the data, and are left out of this card."
-)
 _NOTHING = "Nothing follows for what an attacker can find out. Do not give this model away as a private one."
-_COVERED = (
-    ". The guarantee covers the weights and the optimizer's moments after every step, so also those in `checkpoints/`, "
-    "but not what lies there beside them: the evaluations so far, and the number of records whose gradient was not "
-    "finite. Give away `model/` and this card, nothing else of the folder."
-)
 # Ponomareva et al., How to DP-fy ML, 2023 (arXiv 2303.00654), has three tiers, bounded by 1 and 10
 STRENGTH = (
     (1.0, "strong", "at most 1"),
@@ -80,7 +70,12 @@ def make_card(
     why = "--seed makes its noise repeatable" if plan.seed is not None else "GDP's epsilon is too small by some"
     nothing = [] if guaranteed else [f"nothing is guaranteed about this model: {why}"]
     released = "The adapters (and the new head) in `model/`" if adapters else "The weights in `model/`"
-    released += _COVERED if guaranteed else ". Nothing is guaranteed about them."
+    released += (
+        ". The guarantee covers the weights and the optimizer's moments after every step, so also those in "
+        "`checkpoints/`, but not what lies there beside them: the evaluations so far, and the number of records whose "
+        "gradient was not finite. Give away `model/` and this card, nothing else of the folder."
+        if guaranteed else ". Nothing is guaranteed about them."
+    )  # fmt: skip
     if replaced:
         released += (" Layers that mix samples were replaced: load the weights by from_pretrained(), then call "
                      "fastdp.make_compatible(model).")  # fmt: skip
@@ -188,7 +183,12 @@ def _hashes(card: dict[str, Any]) -> str:
         out.append(f"| revision of the pre-trained model on the hub | `{base['revision']}` |")
     if card["data_commitment"]:
         out.append(f"| commitment to the training data (HMAC-SHA256, secret key) | `{card['data_commitment']}` |")
-        out += ["", NO_HASH]
+        out += [
+            "",
+            "The commitment is no hash of the data, by which a guessed record could be found out: without the key, "
+            "which its owner keeps, it looks like random bits. The balance of the labels, the figures of the check and "
+            "those of the evaluation are functions of the data, and are left out of this card.",
+        ]
     return "\n".join(out)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..calibration import Calibration, calibration
 from ..losses import IGNORE
 from ..losses.language_model_head import FusedHead
+from ..verification.state import evaluating
 from .encode import accepted, inputs_of
 from .losses import logits_of, margins
 
@@ -155,14 +156,8 @@ class Evaluation:
         self.simple: Simple | None = None
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        training = [module for module in model.modules() if module.training]
-        model.eval()
-        try:
-            with torch.no_grad():
-                found, self.simple = self._of(model)
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(model), torch.no_grad():
+            found, self.simple = self._of(model)
         return found
 
     def _of(self, model: nn.Module) -> Found:

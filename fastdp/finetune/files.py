@@ -9,12 +9,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..utils.append_log import sync_folder
+from ..utils.append_log import write_whole
 from .plan import FinetuneError
 
 PUBLIC, PRIVATE = 0o666, 0o600  # modes: what may be given away, less the umask; what epsilon does not cover
 NO_CHARACTER = "backslashreplace"  # how bytes of an argument that are not UTF-8 are written
-UNFINISHED = ".unfinished"
 
 
 class SaveError(FinetuneError):
@@ -23,18 +22,9 @@ class SaveError(FinetuneError):
 
 def write(path: Path, text: str, mode: int = PRIVATE) -> None:
     """Write a text: whole and on the disk, or not at all. Raises SaveError, with what to do about it."""
-    unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        unfinished.unlink(missing_ok=True)  # of a process that was killed; its mode may be another
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(text.encode(errors=NO_CHARACTER))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync_folder(path.parent)
+        write_whole(path, text.encode(errors=NO_CHARACTER), mode)
     except OSError as problem:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise SaveError(in_words(problem, path)) from problem
 
 
@@ -65,7 +55,7 @@ def disk_problems(path: Path, again: str) -> Iterator[None]:
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `folder` at the end of the block; its files get the umask's modes."""
-    unfinished, mask = folder.with_name(folder.name + UNFINISHED), os.umask(0)
+    unfinished, mask = folder.with_name(folder.name + ".unfinished"), os.umask(0)
     os.umask(mask)
     shutil.rmtree(unfinished, ignore_errors=True)
     try:

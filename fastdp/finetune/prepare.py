@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import BatchReadWarning, StepError
 from ..losses.language_model_head import FusedHead
 from ..utils.formatting import count, listed, many
+from ..verification.state import evaluating
 from . import preflight
 from .batch_size import Fit, fit
 from .encode import Collate, accepted, digest, encode, inputs_of, longest, padding
@@ -167,15 +168,13 @@ def _flag(name: str) -> str:
 
 def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:
     """The head and the loss as one function, checked. Raises FinetuneError."""
-    training = model.training
     try:
         found = FusedHead(model)
         inputs = inputs_of({name: value.to(device) for name, value in batch.items()}, accepted(model))
-        found.check(model.eval(), inputs, 1e-4 if options.dtype == "float32" else 3e-2)
+        with evaluating(model):
+            found.check(model, inputs, 1e-4 if options.dtype == "float32" else 3e-2)
     except StepError as problem:
         raise FinetuneError(f"--fused-loss: {problem}") from None
-    finally:
-        model.train(training)
     return found
 
 

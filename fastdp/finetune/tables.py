@@ -80,11 +80,7 @@ def _built(path: Path, kind: str, encoding: str) -> Any:
             _BUILDERS[kind], data_files=glob.escape(str(path)), split="train", cache_dir=cache, keep_in_memory=True,
             **how,
         )  # fmt: skip
-        return table.filter(_holds_text, keep_in_memory=True) if kind == "txt" else table
-
-
-def _holds_text(row: dict[str, str]) -> bool:
-    return bool(row["text"].strip())
+        return table if kind != "txt" else table.filter(lambda row: bool(row["text"].strip()), keep_in_memory=True)
 
 
 def _delimited(path: Path, kind: str, options: Namespace, encoding: str) -> Any:

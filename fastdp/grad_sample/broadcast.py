@@ -5,6 +5,7 @@ Position embeddings, class tokens, layer scale, learned temperatures, biases add
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,62 +22,45 @@ from .parameter_use import Lazy, ParameterUse, Stored
 from .rules import by_sample, refuse_by_position, sample_layout, use_rule
 
 
-def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int, name: str) -> ParameterUse:
-    """The use of an operand that was broadcast to a result of `ndim` dimensions laid out as `layout`.
+def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout | None, ndim: int, name: str) -> ParameterUse:
+    """The use of an operand that was broadcast to a result of `ndim` dimensions, taken back through broadcasts and
+    look-ups.
 
-    grads: with respect to the broadcast operand, cut by sample: [B, *result.shape with dim -> rows].
+    grads: with respect to the broadcast operand, cut by sample: [B, *result.shape with dim -> rows]. layout: of the
+    result; None: it has no rows of samples, grads are [B, *result.shape].
     """
-    shape = operand.shape
-    lead = ndim - len(shape)
-    if lead:
-        grads = grads.sum(tuple(range(1, 1 + lead)))
-    dim = layout.dim - lead  # where the samples lie in the operand, if it spans them
-    spans = layout.batch > 1 and 0 <= dim and shape[dim] != 1
-    grads = _sum_to(grads, shape, dim if spans else None)
-    if not spans:
-        return use_by_sample(operand, grads, name)
-    return _follow_rows(operand, grads, layout._replace(dim=dim), name)
-
-
-def _sum_to(grads: Tensor, shape: torch.Size, kept: int | None) -> Tensor:
-    over = [d + 1 for d, size in enumerate(shape) if size == 1 and d != kept and grads.size(d + 1) != 1]
-    return grads.sum(over, keepdim=True) if over else grads
-
-
-def use_by_sample(operand: Tensor, grads: Tensor, name: str) -> ParameterUse:
-    """Per-sample gradients [B, *operand.shape], taken back through broadcasts and look-ups."""
+    lead = ndim - operand.dim()
+    grads = grads.sum(tuple(range(1, 1 + lead))) if lead else grads
+    rows = None  # where the samples lie in the operand, if it spans them
+    if layout is not None and layout.batch > 1 and layout.dim >= lead and operand.size(layout.dim - lead) != 1:
+        rows = layout._replace(dim=layout.dim - lead)
+    once = [d for d, size in enumerate(operand.shape) if size == 1 and (rows is None or d != rows.dim)]
+    over = [d + 1 for d in once if grads.size(d + 1) != 1]
+    grads = grads.sum(over, keepdim=True) if over else grads
     link = link_of(operand)
     if link is not None and link.kind == "broadcast":
-        lead = operand.dim() - link.parent.dim()
-        grads = grads.sum(tuple(range(1, 1 + lead))) if lead else grads
-        return use_by_sample(link.parent, _sum_to(grads, link.parent.shape, None), name)
+        return uses_of_broadcast(link.parent, grads, rows, operand.dim(), name)
     if link is not None and link.kind == "lookup" and link.ids is not None:
-        ids = link.ids.unsqueeze(0).expand(grads.size(0), *link.ids.shape)
-        return Lookup.rows(link.parent, ids, grads, name)
-    return Stored(operand, grads, name)
+        if rows is None:
+            return Lookup.rows(link.parent, link.ids.expand(grads.size(0), *link.ids.shape), grads, name)
+        if rows.dim < link.ids.dim():
+            return Lookup.rows(link.parent, by_sample(link.ids, rows), grads, name)
+    if rows is None:
+        return Stored(operand, grads, name)
+    return Lazy(operand, rows.batch, name, _own_rows(operand, grads, rows))
 
 
-def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> ParameterUse:
-    """The same where the operand has rows of its own for every sample: grads [B, ..., rows, ...]."""
-    link = link_of(operand)
-    if link is not None and link.kind == "broadcast":
-        lead = operand.dim() - link.parent.dim()
-        grads = grads.sum(tuple(range(1, 1 + lead))) if lead else grads
-        dim = layout.dim - lead
-        if dim < 0 or link.parent.size(dim) == 1:
-            return use_by_sample(link.parent, _sum_to(grads, link.parent.shape, None), name)
-        return _follow_rows(link.parent, _sum_to(grads, link.parent.shape, dim), layout._replace(dim=dim), name)
-    if link is not None and link.kind == "lookup" and link.ids is not None and layout.dim < link.ids.dim():
-        return Lookup.rows(link.parent, by_sample(link.ids, layout), grads, name)
+def _own_rows(operand: Tensor, grads: Tensor, layout: Layout) -> Callable[[int, int], Tensor]:
+    """Gradients of an operand that has rows of its own for every sample, of these: grads [B, ..., rows, ...]."""
 
-    def own_rows(low: int, high: int) -> Tensor:
+    def of_samples(low: int, high: int) -> Tensor:
         full = grads.new_zeros((high - low, *operand.shape))
         for b in range(low, high):
             mine = layout.rows_of(b, operand.device)
             full[b - low].index_copy_(layout.dim, mine, grads[b].narrow(layout.dim, 0, mine.numel()))
         return full
 
-    return Lazy(operand, layout.batch, name, own_rows)
+    return of_samples
 
 
 class _Elementwise(Captured):
@@ -128,10 +112,6 @@ class _Elementwise(Captured):
         return g if factor == 1 else g * factor
 
 
-_ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
-_SUB = (torch.sub, torch.subtract, torch.Tensor.sub, torch.Tensor.__sub__)
-_MUL = (torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
-_DIV = (torch.div, torch.divide, torch.true_divide, torch.Tensor.div, torch.Tensor.__truediv__)
 _IN_PLACE = tuple(
     getattr(torch.Tensor, n)
     for n in "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__".split()
@@ -139,12 +119,12 @@ _IN_PLACE = tuple(
 )
 
 
-def _kind_name(func: Any) -> str:
-    name = func.__name__.replace("true_divide", "div").replace("truediv", "div")
-    return str(name)
-
-
-@use_rule(*_ADD, *_SUB, *_MUL, *_DIV, *_IN_PLACE)
+@use_rule(
+    torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__,
+    torch.sub, torch.subtract, torch.Tensor.sub, torch.Tensor.__sub__,
+    torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__,
+    torch.div, torch.divide, torch.true_divide, torch.Tensor.div, torch.Tensor.__truediv__, *_IN_PLACE,
+)  # fmt: skip
 def capture_elementwise(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """w + x, x * w, ...; in place, the target becomes the captured result."""
     if "rounding_mode" in kwargs or "out" in kwargs or kwargs.get("other") is not None or len(args) != 2:
@@ -164,7 +144,7 @@ def capture_elementwise(forward_pass: ForwardPass, func: Any, args: tuple[Any, .
     operand = second if first is source else first
     if not isinstance(operand, Tensor) or not forward_pass.is_parameter(operand):
         return NotImplemented
-    name, alpha = _kind_name(func), kwargs.get("alpha", 1)
+    name, alpha = func.__name__.replace("true_divide", "div").replace("truediv", "div"), kwargs.get("alpha", 1)
     call = _Elementwise(forward_pass, name, layout, source, alpha, operand is second, ndim)
     ctx = Context(forward_pass, operand)
     return first.copy_(capture(call, ctx, first.clone())) if in_place else capture(call, ctx, source)

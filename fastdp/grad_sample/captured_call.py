@@ -6,7 +6,7 @@ What follows from the kind of the call is in a `Captured`, what is of one step i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class Context:
     again: tuple[str, torch.dtype, bool] | None = None  # autocast, if backward runs it again: no graph is kept
     found: list[Tensor | None] | None = None  # input gradients, if `record_uses` computed them, too
     doubt: DeferredCheck | None = None  # of the call, which stands if the backward goes through it
+    stored = 0  # of so many samples the gradients are kept (`head_loss`)
     saved_count = 0  # what is saved beside the data, where these are saved to run again
     fingerprints: list[Tensor] | None = None  # of what is saved, where hooks of the user's may change it
     _kept: Sequence[tuple[Tensor, int]] = ()
@@ -56,10 +57,6 @@ class Context:
     def keep(self, *values: Tensor | None) -> None:
         """Note tensors beside the data whose numbers the backward reads: autograd does not watch over these."""
         self._kept = [*self._kept, *[(t, t._version) for t in values if t is not None and not t.is_inference()]]
-
-    def cast_values(self, to: torch.dtype) -> None:
-        """Let the forward use the operands in this type."""
-        self.values = [None if t is None else t.to(to) for t in self.values]
 
     def check_kept(self, call: Captured) -> None:
         """Raises StepError where a kept tensor has been written to since."""
@@ -84,7 +81,6 @@ class Captured:
 
     by_shapes = False  # whether all that its rule looked at follows from shapes, types and layouts of the arguments
     fresh = False  # whether the result is one tensor, of memory that is no argument's
-    with_made: Callable[..., Any] | None = None  # the function, as (result, *the two of `made`)
     by_rows = False  # whether its uses are known by rows of data (`rows`)
     native = False  # whether torch's own node for the call, with parameters detached, gives the input gradient
 
@@ -105,7 +101,7 @@ class Captured:
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """Record the uses."""
-        raise NotImplementedError
+        self.record_rows(ctx, self.rows(ctx, saved, grads))
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The data of the uses that `record_rows` makes of them, each by sample."""
@@ -283,7 +279,7 @@ class Applied(NamedTuple):
 
 def applied(call: Captured, ctx: Context, *data: Tensor) -> Any:
     """The result of a captured call."""
-    out = CaptureFunction.apply(ctx.forward_pass.token_for(data), call, ctx, *data)  # type: ignore[no-untyped-call]
+    out = CaptureFunction.apply(ctx.forward_pass.token, call, ctx, *data)  # type: ignore[no-untyped-call]
     ctx.forward_pass.note_applied(Applied(call, ctx, data, out))
     return out
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from ..errors import SampleMixingError
+from ..utils.code_location import frames
 
 _asks_for_all = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # type: ignore[attr-defined]
 _GRAD = inspect.unwrap(torch.autograd.grad).__code__
@@ -30,14 +31,6 @@ def frame_of(pack: Any) -> Any:
     return next((cell for cell in cells if isinstance(cell, checkpoint._CheckpointFrame)), None)
 
 
-def frames() -> Iterator[FrameType]:
-    """The caller's, and those around it."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def leaves_out(trained: Callable[[], Mapping[str, Tensor]], recomputes: bool) -> bool:
     """Whether the backward that runs is of chosen tensors alone (`inputs=`, torch.autograd.grad), and no trained
     parameter is among them. recomputes: it is of a forward that another backward has run again, a custom function's,
@@ -46,7 +39,7 @@ def leaves_out(trained: Callable[[], Mapping[str, Tensor]], recomputes: bool) ->
         return False
     if not recomputes:
         return True
-    given = next((frame.f_locals["inputs"] for frame in frames() if frame.f_code is _GRAD), ())
+    given = next((frame.f_locals["inputs"] for frame in frames(sys._getframe()) if frame.f_code is _GRAD), ())
     asked = set(map(id, (given,) if isinstance(given, Tensor) else given))
     return not any(id(parameter) in asked for parameter in trained().values())
 
@@ -60,7 +53,8 @@ def run_again() -> tuple[Callable[..., Any], ...]:
     again = inspect.unwrap(region.recompute_fn)
     cells = dict(zip(again.__code__.co_freevars, again.__closure__ or (), strict=True))
     inner = [cells[_OF_FRAME].cell_contents] if _OF_FRAME in cells else [again]
-    return (*inner, *(frame.f_locals[_OF_CALL] for frame in frames() if frame.f_code is CHECKPOINT))
+    around = (frame for frame in frames(sys._getframe()) if frame.f_code is CHECKPOINT)
+    return (*inner, *(frame.f_locals[_OF_CALL] for frame in around))
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:

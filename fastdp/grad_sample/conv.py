@@ -14,17 +14,15 @@ from ..batch_axis.calls import bind
 from ..batch_axis.layout import Layout
 from ..batch_axis.row_groups import Groups
 from ..ops import conv as conv_ops
-from ..ops import linear as linear_ops
 from ..ops.common import sum_over
 from ..ops.geometry import Geometry, spatial
 from .captured_call import Captured, Context, capture
 from .cost_model import Shape
 from .forward_pass import ForwardPass, stored_if_planned
-from .grouped_kernels import GroupedKernels
-from .linear import as_autocast, autocast_dtype, by_address, is_short
+from .linear import Many, as_autocast, by_address, computed, is_short
 from .parameter_use import ParameterUse, Positioned, Regrouped, Stored
 from .planner import Planner
-from .rules import by_sample, sample_layout, use_rule
+from .rules import by_sample, made_of_data, sample_layout, use_rule
 
 
 class Conv(Positioned):
@@ -66,16 +64,23 @@ class Conv(Positioned):
     def alike(self) -> Any:
         if (pair := self.product()) is not None:
             a, g = pair
-            return Products, a.shape, g.shape, a.stride(), g.stride(), a.dtype, a.device, self.operand.shape, self.route
+            return Many, a.shape, g.shape, a.stride(), g.stride(), a.dtype, a.device, self.operand.shape, self.route
         return None if self.geometry.transposed else super().alike()
 
     def abreast(self, others: Sequence[Any]) -> Any:
-        return super().abreast(others) if self.product() is None else Products([self, *others])
+        return super().abreast(others) if self.product() is None else Many([self, *others])
 
     def product(self) -> tuple[Tensor, Tensor] | None:
         """Of a convolution of 1 x 1 its rows, where kernels find them by their addresses."""
         pair = None if self.operand.dtype == torch.float64 else conv_ops.product_of(self.x, self.g, self.geometry)
         return pair if pair is not None and by_address(*pair) else None
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """What kernels are given of a convolution that is a matrix product."""
+        pair = self.product()
+        assert pair is not None
+        return pair
 
     def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
         return conv_ops.clipped_sums(self.x, self.g, factors, self.geometry, count)
@@ -88,25 +93,6 @@ class Conv(Positioned):
 
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         return conv_ops.clipped_sum(self.x, self.g, factors, self.geometry)
-
-
-class Products(GroupedKernels):
-    """Convolutions of 1 x 1 of equal shape, as the matrix products that they are."""
-
-    def __init__(self, uses: Sequence[Conv]) -> None:
-        self.operand, self.route = uses[0].operand, uses[0].route
-        self._pairs = [pair for use in uses if (pair := use.product()) is not None]
-        assert len(self._pairs) == len(uses)
-
-    def norm_sq(self) -> Tensor:
-        return linear_ops.norm_sq_of_many(self._pairs, self.route).flatten()
-
-    def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
-        pairs = self._pairs
-        if last:
-            self._pairs = []
-        sums = linear_ops.clipped_sums_of_many(pairs, factors, last)
-        return [total.view(self.operand.shape) for total in sums]
 
 
 def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
@@ -134,8 +120,7 @@ class _Conv(Captured):
         )  # fmt: skip
 
     def as_computed(self, x: Tensor) -> Tensor:
-        cast = autocast_dtype(x)
-        return x if cast is None else x.to(cast)
+        return computed(x)
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         return (self.as_computed(data[0]),)
@@ -150,9 +135,6 @@ class _Conv(Captured):
                 geo.transposed, list(geo.output_padding), geo.groups, [True, False, False],
             )[0]
         ]  # fmt: skip
-
-    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        self.record_rows(ctx, self.rows(ctx, saved, grads))
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, g = (by_sample(t, self.layout) for t in (saved[0], grads[0]))
@@ -213,9 +195,7 @@ def _or(value: Any, default: Any) -> Any:
 def _capture(
     forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Any:
-    if forward_pass.is_parameter(x) or not forward_pass.is_data(x) or math.prod(x.shape[1:]) == 0:
-        return NotImplemented
-    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias) if t is not None):
+    if not made_of_data(forward_pass, x) or math.prod(x.shape[1:]) == 0 or made_of_data(forward_pass, weight, bias):
         return NotImplemented
     layout = sample_layout(forward_pass, x, name)
     if x.dim() != weight.dim() or (layout.batch > 1 and layout.dim != 0):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.bounds import BLOCK, added, enlarged, is_small, of_rows, roundings, unit
-from ..ops.common import chunks
+from ..ops.common import chunks, sum_type
 from ..ops.linear import GRAM_TOLERANCE
 from ..ops.rows import square_sum
 from .embedding import Lookup
@@ -151,8 +151,7 @@ def _probes(operand: Tensor) -> Tensor:
 
 
 def _zeros(parameter: Tensor, count: int) -> Tensor:
-    kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros((count, *parameter.shape), dtype=kind, device=parameter.device)
+    return torch.zeros((count, *parameter.shape), dtype=sum_type(parameter), device=parameter.device)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

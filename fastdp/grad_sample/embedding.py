@@ -170,7 +170,10 @@ class _Bag(Captured):
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         ids, g = saved[0], grads[0]
-        bag = self._bag_of_element(ids, g.size(0))
+        if ids.dim() == 2:
+            bag = torch.arange(g.size(0), device=ids.device).repeat_interleave(ids.size(1))
+        else:
+            bag = _bags_of_elements(ids, self.options["offsets"], g.size(0))
         flat = ids.flatten()
         live = torch.ones_like(flat, dtype=torch.bool)
         if self.options["padding_idx"] is not None:
@@ -187,11 +190,6 @@ class _Bag(Captured):
         layout = Layout(self.batch, 0, owner=self.layout.owners(g.device)[bag])
         use = Lookup.rows(ctx.operands[0], by_sample(flat, layout), by_sample(rows, layout), self.name)
         ctx.forward_pass.record(use)
-
-    def _bag_of_element(self, ids: Tensor, bags: int) -> Tensor:
-        if ids.dim() == 2:
-            return torch.arange(bags, device=ids.device).repeat_interleave(ids.size(1))
-        return _bags_of_elements(ids, self.options["offsets"], bags)
 
 
 def _bags_of_elements(ids: Tensor, offsets: Tensor, bags: int) -> Tensor:

@@ -17,6 +17,7 @@ class ForwardPass(Protocol):
     """One forward of the model, as seen by the rules of uses."""
 
     batch: int
+    token: Tensor  # a scalar that requires grad, so that backward reaches uses whose data does not
     planner: Planner
 
     @property
@@ -28,9 +29,6 @@ class ForwardPass(Protocol):
 
     def names_of(self, tensors: Iterable[Tensor]) -> str:
         """The parameters that these tensors are, or are made of, for messages."""
-
-    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
-        """A scalar that requires grad, so that backward reaches uses whose data does not."""
 
     def note_applied(self, applied: Any) -> None:
         """A captured call was applied (`captured_call.Applied`)."""

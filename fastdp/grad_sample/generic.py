@@ -311,15 +311,11 @@ def python_body(func: Any) -> Callable[..., Any] | None:
     if isinstance(func, types.FunctionType) and func.__module__ in ("torch.nn.functional", "torch.functional"):
         if any(name in func.__code__.co_names for name in _CHECK_NAMES):
             scope = dict(func.__globals__)
-            scope.update({name: _never for name in _CHECK_NAMES})
+            scope.update(dict.fromkeys(_CHECK_NAMES, lambda *args: False))
             body = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
             body.__kwdefaults__ = func.__kwdefaults__
     _BODIES[func] = body
     return body
-
-
-def _never(*args: Any) -> bool:
-    return False
 
 
 def capture_in_format(

@@ -21,7 +21,7 @@ class GroupedKernels:
         """Squared norms, one use after the other."""
         raise NotImplementedError
 
-    def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
+    def sums_abreast(self, factors: Tensor, last: bool = False) -> list[Tensor]:
         """The clipped sum of each. factors: [B], or those of each use, [count, B]. last: nothing more is asked for, and
         the data goes, one launch's after the other."""
         raise NotImplementedError
@@ -36,7 +36,7 @@ class StoredGroupedKernels(GroupedKernels):
     def norm_sq(self) -> Tensor:
         return square_sums_of_many(self._stacks).flatten()
 
-    def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
+    def sums_abreast(self, factors: Tensor, last: bool = False) -> list[Tensor]:
         return weighted_sums_of_many(self._stacks, factors, last)
 
 

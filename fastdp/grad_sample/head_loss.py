@@ -27,9 +27,9 @@ from ..ops.registry import is_watched
 from .captured_call import Captured, Context, capture
 from .forward_pass import ForwardPass
 from .head_samples import HeadGradients, HeadParts
-from .linear import as_autocast, autocast_dtype
+from .linear import as_autocast, autocast_dtype, computed
 from .parameter_use import ParameterUse, Positioned, Stored
-from .rules import sample_layout, use_rule
+from .rules import made_of_data, sample_layout, use_rule
 
 SHARE = 0.5  # of the logits' bytes, which stored gradients of samples may take
 
@@ -263,12 +263,6 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.data_ptr() == b.data_ptr()
 
 
-class _Context(Context):
-    """One application, of which the gradients of the first `stored` samples are kept."""
-
-    stored = 0
-
-
 class _HeadLoss(Captured):
     """The loss with its head detached; the gradients of each sample's own loss are computed with it.
 
@@ -282,7 +276,6 @@ class _HeadLoss(Captured):
         self.labels, self.terms = labels, terms
 
     def forward(self, ctx: Context, *data: Tensor) -> Tensor:
-        assert isinstance(ctx, _Context)
         hidden = as_autocast(ctx, data[0])
         ctx.keep(*ctx.values)
         weight, bias = ctx.values
@@ -307,13 +300,9 @@ class _HeadLoss(Captured):
         return max(0, min(batch, (planner.memory_budget - planner.held) // max(weight.numel() * size, 1)))
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
-        if not ctx.learned[0]:
-            return ()
-        cast = autocast_dtype(data[0])
-        return (data[0] if cast is None else data[0].to(cast),)
+        return (computed(data[0]),) if ctx.learned[0] else ()
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        assert isinstance(ctx, _Context)
         (weight, bias), grad, made = ctx.operands, grads[0].reshape(-1), iter(saved)
         hidden = next(made) if ctx.learned[0] else None
         labels, lse = next(made), next(made)
@@ -380,11 +369,10 @@ def capture_head_loss(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
     hidden, weight, labels, bias = args
     place = forward_pass.place(func.__name__)
     mask = kwargs.get("mask")
-    if forward_pass.is_parameter(hidden) or not forward_pass.is_data(hidden):
+    if not made_of_data(forward_pass, hidden):
         raise SampleMixingError(f"{place}: hidden states are no data of the samples: each sample's must be its own.")
-    for operand in (weight, bias):
-        if operand is not None and not forward_pass.is_parameter(operand) and forward_pass.is_data(operand):
-            raise SampleMixingError(f"{place}: takes a head made of the samples.", f"{place} takes such a head")
+    if made_of_data(forward_pass, weight, bias):
+        raise SampleMixingError(f"{place}: takes a head made of the samples.", f"{place} takes such a head")
     layout = sample_layout(forward_pass, hidden, func.__name__)
     call = Call(func, args, kwargs, forward_pass.batch)
     for tensor in (labels, *(() if mask is None else (mask,))):
@@ -394,4 +382,4 @@ def capture_head_loss(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
             raise SampleMixingError(f"{place}: {why}.", f"{place}: {why}")
     terms, target = _checked(hidden, weight, labels, bias, **kwargs)
     one = _HeadLoss(forward_pass, layout, target, terms)
-    return capture(one, _Context(forward_pass, weight, bias), hidden)
+    return capture(one, Context(forward_pass, weight, bias), hidden)

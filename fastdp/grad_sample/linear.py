@@ -23,7 +23,7 @@ from .grouped_kernels import GroupedKernels
 from .parameter_use import ParameterUse, Positioned, Stored
 from .planner import Planner
 from .routed_rows import Routed, row_sum, use_of_rows
-from .rules import by_sample, refuse_contraction, sample_layout, use_rule
+from .rules import by_sample, made_of_data, refuse_contraction, sample_layout, use_rule
 
 
 class Matmul(Positioned):
@@ -109,9 +109,11 @@ class Matmul(Positioned):
 
 
 def trimmed(total: Tensor, operand: Tensor) -> Tensor:
-    """A sum without the rows or columns that are of columns of zeros."""
+    """A sum in the operand's shape, without the rows or columns that are of columns of zeros."""
+    if total.numel() == operand.numel():
+        return total if total.shape == operand.shape else total.view(operand.shape)
     outputs, inputs = operand.shape
-    return total if total.shape == operand.shape else total[:outputs, :inputs].contiguous()
+    return total[:outputs, :inputs].contiguous()
 
 
 def by_address(a: Tensor, g: Tensor) -> bool:
@@ -121,16 +123,16 @@ def by_address(a: Tensor, g: Tensor) -> bool:
 
 
 class Many(GroupedKernels):
-    """Products of equal shape."""
+    """Products of equal shape, or convolutions that are such products."""
 
-    def __init__(self, uses: Sequence[Matmul]) -> None:
+    def __init__(self, uses: Sequence[Any]) -> None:
         self.operand, self.route = uses[0].operand, uses[0].route
         self._pairs = [use.whole for use in uses]
 
     def norm_sq(self) -> Tensor:
         return ops.linear.norm_sq_of_many(self._pairs, "auto" if self.route == "T=1" else self.route).flatten()
 
-    def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
+    def sums_abreast(self, factors: Tensor, last: bool = False) -> list[Tensor]:
         pairs = self._pairs
         if last:
             self._pairs = []
@@ -166,12 +168,18 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def computed(x: Tensor) -> Tensor:
+    """The data in the type that autocast computes in."""
+    cast = autocast_dtype(x)
+    return x if cast is None else x.to(cast)
+
+
 def as_autocast(ctx: Context, x: Tensor) -> Tensor:
     """The data, and the operands, in the type autocast computes in. The first operand is kept for the backward."""
     cast = autocast_dtype(x)
     if cast is not None:
         x = x.to(cast)
-        ctx.cast_values(cast)
+        ctx.values = [None if t is None else t.to(cast) for t in ctx.values]
     if ctx.wanted[0]:
         ctx.keep(ctx.values[0])
     return x
@@ -184,14 +192,10 @@ class _Product(Captured):
     flipped = False  # whether the operand is stored [I,O]
 
     def as_computed(self, x: Tensor) -> Tensor:
-        cast = autocast_dtype(x)
-        return _in_rows(x if cast is None else x.to(cast))
+        return _in_rows(computed(x))
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
-        if not ctx.learned[0]:
-            return ()
-        cast = autocast_dtype(data[0])
-        return (data[0] if cast is None else data[0].to(cast),)
+        return (computed(data[0]),) if ctx.learned[0] else ()
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         if in_any_order(self.layout, grads[0]):
@@ -295,14 +299,13 @@ def row_sums(g: Tensor) -> Tensor:
     return g.squeeze(1) if g.size(1) == 1 else ops.common.sum_over(g, 1)
 
 
-def _linear(forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    if forward_pass.is_parameter(x) or x.dim() == 0 or weight.dim() != 2 or not forward_pass.is_data(x):
-        return NotImplemented
-    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias) if t is not None):
-        return NotImplemented
+def _captured(
+    kind: type[Captured], forward_pass: ForwardPass, name: str, x: Tensor, dim: int, *operands: Tensor | None
+) -> Any:
+    """The result of a product of this kind, which sums over a dimension of x."""
     layout = sample_layout(forward_pass, x, name)
-    refuse_contraction(forward_pass, layout, x.dim() - 1, name)
-    return capture(_Linear(forward_pass, name, layout), Context(forward_pass, weight, bias), x)
+    refuse_contraction(forward_pass, layout, dim, name)
+    return capture(kind(forward_pass, name, layout), Context(forward_pass, *operands), x)
 
 
 def captured_linear(forward_pass: ForwardPass, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool) -> Any:
@@ -318,7 +321,11 @@ def captured_linear(forward_pass: ForwardPass, x: Tensor, weight: Tensor, bias: 
 def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.linear(x, W, b), x of any number of dimensions."""
     x, weight, bias = bind(args, kwargs, "input", "weight", "bias")
-    return _linear(forward_pass, "linear", x, weight, bias)
+    if x.dim() == 0 or weight.dim() != 2:
+        return NotImplemented
+    if not made_of_data(forward_pass, x) or made_of_data(forward_pass, weight, bias):
+        return NotImplemented
+    return _captured(_Linear, forward_pass, "linear", x, x.dim() - 1, weight, bias)
 
 
 class _Left(Captured):
@@ -348,13 +355,9 @@ def capture_matmul(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], 
     if left and right:
         return NotImplemented
     if right and second.dim() == 2 and first.dim() >= 1:
-        layout = sample_layout(forward_pass, first, "matmul")
-        refuse_contraction(forward_pass, layout, first.dim() - 1, "matmul")
-        return capture(_Right(forward_pass, "matmul", layout), Context(forward_pass, second, None), first)
+        return _captured(_Right, forward_pass, "matmul", first, first.dim() - 1, second, None)
     if left and first.dim() == 2 and second.dim() >= 2:
-        layout = sample_layout(forward_pass, second, "matmul")
-        refuse_contraction(forward_pass, layout, second.dim() - 2, "matmul")
-        return capture(_Left(forward_pass, "matmul", layout), Context(forward_pass, first), second)
+        return _captured(_Left, forward_pass, "matmul", second, second.dim() - 2, first)
     return NotImplemented
 
 
@@ -364,10 +367,8 @@ def capture_addmm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], k
     bias, x, weight = bind(args, kwargs, "input", "mat1", "mat2")
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or len(args) > 3:
         return NotImplemented
-    if forward_pass.is_parameter(x) or not forward_pass.is_data(x) or bias.dim() != 1 or bias.numel() != weight.size(1):
+    if bias.dim() != 1 or bias.numel() != weight.size(1):
         return NotImplemented
-    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias)):
+    if not made_of_data(forward_pass, x) or made_of_data(forward_pass, weight, bias):
         return NotImplemented
-    layout = sample_layout(forward_pass, x, "addmm")
-    refuse_contraction(forward_pass, layout, 1, "addmm")
-    return capture(_Right(forward_pass, "addmm", layout), Context(forward_pass, weight, bias), x)
+    return _captured(_Right, forward_pass, "addmm", x, 1, weight, bias)

@@ -16,12 +16,12 @@ from ..batch_axis.layout import Layout
 from ..batch_axis.propagate import layouts_of
 from ..errors import SampleMixingError
 from ..ops.common import accumulate
-from .broadcast import use_by_sample, uses_of_broadcast
+from .broadcast import uses_of_broadcast
 from .captured_call import FEW, Captured, Context, Given, capture
 from .forward_pass import ForwardPass
 from .linear import lies_in_order, steps_by_sample
 from .parameter_use import ParameterUse
-from .rules import attributed, by_sample, sample_layout, use_rule
+from .rules import attributed, by_sample, made_of_data, sample_layout, use_rule
 
 
 class _Norm(Captured):
@@ -66,7 +66,8 @@ class _RMSNorm(_Norm):
         operand, lead = ctx.operands[0], saved[0].dim() - len(self.along)
         x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
         rows = ops.rms_affine_per_sample(x, g, ops.norm.rms_rstd(x, self.eps))
-        ctx.forward_pass.record(use_by_sample(operand, rows.view(rows.size(0), *operand.shape), self.name))
+        rows = rows.view(rows.size(0), *operand.shape)
+        ctx.forward_pass.record(uses_of_broadcast(operand, rows, None, operand.dim(), self.name))
 
 
 def _layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
@@ -93,6 +94,7 @@ class _Native(Captured):
     """
 
     by_shapes = fresh = native = by_rows = True
+    with_made: Callable[..., Any]  # the function, as (result, *the two of `made`)
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, along: Any, eps: float) -> None:
         super().__init__(forward_pass, name, layout)
@@ -101,13 +103,11 @@ class _Native(Captured):
     def forward(self, ctx: Context, *data: Tensor) -> Any:
         if ctx.wanted[0]:
             ctx.keep(ctx.values[0])
-        assert self.with_made is not None
         out, *statistics = self.with_made(data[0], self.along, *ctx.values, self.eps)
         ctx.made = tuple(statistics)
         return out
 
     def run_native(self, ctx: Context, x: Tensor) -> Tensor:
-        assert self.with_made is not None
         out: Tensor
         out, mean, rstd = self.with_made(x, self.along, *ctx.values, self.eps)
         ctx.made = mean.detach(), rstd.detach()  # (not with their node, which holds the context)
@@ -120,9 +120,6 @@ class _Native(Captured):
     def _affine(self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         """Per-sample gradients of weight and bias, [B, d] each, of what `_by_sample` gives."""
         raise NotImplementedError
-
-    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        self.record_rows(ctx, self.rows(ctx, saved, grads))
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._rows_of(ctx, self._affine(*self._by_sample(saved, grads)))
@@ -149,7 +146,7 @@ class _Native(Captured):
     def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
         learned = [operand for operand, learned in zip(ctx.operands, ctx.learned, strict=True) if learned]
         for operand, grads in zip(learned, rows, strict=True):
-            ctx.forward_pass.record(use_by_sample(operand, grads, self.name))
+            ctx.forward_pass.record(uses_of_broadcast(operand, grads, None, operand.dim(), self.name))
 
 
 class _LayerNorm(_Native):
@@ -235,19 +232,14 @@ def _native_takes(forward_pass: ForwardPass, x: Tensor, weight: Tensor | None, b
     tensors = [t for t in (weight, bias) if t is not None]
     plain = x.is_contiguous() and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
     learned = any(forward_pass.is_parameter(t) for t in tensors)
-    if _made_of_data(forward_pass, *tensors):
+    if made_of_data(forward_pass, *tensors):
         return False
     return plain and learned and all(t.dtype == x.dtype and t.device == x.device for t in tensors)
 
 
-def _made_of_data(forward_pass: ForwardPass, *tensors: Tensor | None) -> bool:
-    """Whether the affine map is itself computed from samples: then these rules, which detach it, do not apply."""
-    return any(t is not None and forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in tensors)
-
-
 def _capture(forward_pass: ForwardPass, func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
              view: tuple[int, ...], normalise: Callable[..., Tensor]) -> Any:  # fmt: skip
-    if forward_pass.is_parameter(x) or not forward_pass.is_data(x) or _made_of_data(forward_pass, weight, bias):
+    if not made_of_data(forward_pass, x) or made_of_data(forward_pass, weight, bias):
         return NotImplemented
     layout = sample_layout(forward_pass, x, func.__name__)
     if view and layout.batch > 1 and layout.dim != 0:
@@ -264,9 +256,9 @@ def capture_layer_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ..
     """With and without weight or bias."""
     x, shape, weight, bias, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
-    if forward_pass.is_data(x) and not forward_pass.is_parameter(x):
+    if made_of_data(forward_pass, x):
         _refuse_mixing(forward_pass, func, x, shape)
-    if not forward_pass.is_parameter(x) and forward_pass.is_data(x) and _native_takes(forward_pass, x, weight, bias):
+    if made_of_data(forward_pass, x) and _native_takes(forward_pass, x, weight, bias):
         layout = sample_layout(forward_pass, x, func.__name__)
         call = _LayerNorm(forward_pass, func.__name__, layout, list(shape), eps)
         return capture(call, Context(forward_pass, weight, bias), x)
@@ -279,10 +271,10 @@ def capture_rms_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...]
     x, shape, weight, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "eps")
     if eps is None:
         eps = torch.finfo(x.dtype).eps
-    if forward_pass.is_data(x) and not forward_pass.is_parameter(x):
+    if made_of_data(forward_pass, x):
         _refuse_mixing(forward_pass, func, x, shape)
     normalise = lambda x, w, b: F.rms_norm(x, shape, w, eps)
-    if not forward_pass.is_parameter(x) and forward_pass.is_data(x) and _rms_takes(forward_pass, x, weight, shape):
+    if made_of_data(forward_pass, x) and _rms_takes(forward_pass, x, weight, shape):
         call = _RMSNorm(forward_pass, func.__name__, sample_layout(forward_pass, x, func.__name__), (), normalise)
         call.along, call.eps = tuple(shape), eps
         return capture(call, Context(forward_pass, weight, None), x)
@@ -308,7 +300,7 @@ def capture_group_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ..
     """Channels in dimension 1."""
     x, groups, weight, bias, eps = bind(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
-    if not forward_pass.is_parameter(x) and forward_pass.is_data(x) and _native_takes(forward_pass, x, weight, bias):
+    if made_of_data(forward_pass, x) and _native_takes(forward_pass, x, weight, bias):
         layout = sample_layout(forward_pass, x, func.__name__)
         if layout.batch <= 1 or layout.dim == 0:
             call = _GroupNorm(forward_pass, layout, groups, eps, x)
@@ -325,7 +317,7 @@ def capture_channel_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, 
     if flag is None:
         flag = kwargs.get("use_input_stats" if instance else "training", instance)
     eps = 1e-5 if eps is None else eps
-    if _made_of_data(forward_pass, mean, var) and forward_pass.batch <= 1:
+    if made_of_data(forward_pass, mean, var) and forward_pass.batch <= 1:
         return NotImplemented
     _refuse_mixing(forward_pass, func, x, mean, var, None, None, flag)
     if instance and flag:

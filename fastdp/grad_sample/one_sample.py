@@ -31,7 +31,7 @@ class OneSample:
             forward_pass.is_parameter, forward_pass.is_data, forward_pass.is_tracked,
         )  # fmt: skip
         self.place, self.names_of, self.traced = forward_pass.place, forward_pass.names_of, forward_pass.traced
-        self.token_for, self.note_applied = forward_pass.token_for, forward_pass.note_applied
+        self.token, self.note_applied = forward_pass.token, forward_pass.note_applied
         self.begin_record, self.arrived = forward_pass.begin_record, forward_pass.arrived
 
     @property

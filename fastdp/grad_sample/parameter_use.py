@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..batch_axis.row_groups import Groups
 from ..ops.bounds import added, enlarged, roundings, unit
-from ..ops.common import accumulate, chunks
+from ..ops.common import accumulate, chunks, sum_type
 from ..ops.registry import is_watched
 from ..ops.rows import square_sum, weighted_sum
 from ..utils.pytree import tensors_in
@@ -195,7 +195,8 @@ class Positioned(ParameterUse):
         uses = [self, *others]
         if not all(map(self.is_like, others)):
             return Stack([use.stack([]) for use in uses])
-        first, second = (torch.cat([_one_each(use.sides()[side]) for use in uses]) for side in (0, 1))
+        # [B,K,*] -> [B * K, 1, *]: each position as a sample
+        first, second = (torch.cat([use.sides()[side].flatten(0, 1).unsqueeze(1) for use in uses]) for side in (0, 1))
         return self.of(first, second, self.name)
 
     def regroup(self, groups: Groups) -> ParameterUse:
@@ -205,11 +206,6 @@ class Positioned(ParameterUse):
 
 _FEW = 1 << 14  # numbers whose memory is not worth counting
 _WORTH_A_COPY = {torch.float32, torch.bfloat16, torch.float16}
-
-
-def _one_each(side: Tensor) -> Tensor:
-    """[B,K,*] -> [B * K, 1, *]: each position as a sample."""
-    return side.flatten(0, 1).unsqueeze(1)
 
 
 class Stored(ParameterUse):
@@ -373,8 +369,8 @@ class Regrouped(ParameterUse):
                 total[group - low] += part[row]
         if total is not None:
             return total
-        kind = torch.float64 if self.operand.dtype == torch.float64 else torch.float32
-        return torch.zeros((high - low, *self.operand.shape), dtype=kind, device=self.operand.device)
+        shape = (high - low, *self.operand.shape)
+        return torch.zeros(shape, dtype=sum_type(self.operand), device=self.operand.device)
 
     def _runs(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Ranges of samples of these groups: consecutive ones, as many as fit."""

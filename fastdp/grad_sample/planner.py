@@ -81,7 +81,9 @@ class Planner:
         if found is None:
             known = constants(device, short, shape.family)
             # kernels take many layers in one launch, whose cost is then no layer's
-            times = {route: seconds(route, shape, known, calls=device.type == "cpu") for route in _possible(shape)}
+            # gram needs a product of whole rows: no groups
+            routes = ("direct", "materialise") if shape.groups > 1 else ("gram", "direct", "materialise")
+            times = {route: seconds(route, shape, known, calls=device.type == "cpu") for route in routes}
             lean = {route: time for route, time in times.items() if route != "materialise"}
             found = self._routes[key] = (min(times, key=times.__getitem__), min(lean, key=lean.__getitem__))
         return found
@@ -90,11 +92,6 @@ class Planner:
 def depthwise(shape: Shape) -> bool:
     """A convolution whose groups have one output each; the compiled kernel takes those with one input, too."""
     return shape.family == "conv" and shape.groups > 1 and shape.groups == shape.o
-
-
-def _possible(shape: Shape) -> tuple[str, ...]:
-    """Gram needs a product of whole rows: no groups."""
-    return ("direct", "materialise") if shape.groups > 1 else ("gram", "direct", "materialise")
 
 
 def versions(tensors: Iterable[Tensor]) -> int:

@@ -21,7 +21,7 @@ from .captured_call import Captured, Context, applied
 from .forward_pass import ForwardPass
 from .linear import autocast_dtype, row_sums, steps, use_of_product
 from .parameter_use import Stored
-from .rules import by_sample, refuse_sequence_of_samples, sample_layout, use_rule
+from .rules import by_sample, made_of_data, refuse_sequence_of_samples, sample_layout, use_rule
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
@@ -83,7 +83,7 @@ class _AllSteps(Captured):
     def _gradients(
         self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Of the products with the state's matrix, and of the data."""
+        """The gradients of the products with the state's matrix, and of the data."""
         out, *last = grads
         out = out.flip(0) if self.reverse else out
         made = steps_of.Steps(saved[0], saved[1], saved[2:])
@@ -112,7 +112,7 @@ def _at_once(forward_pass: ForwardPass, gates: Tensor, state: State, weights: li
         return False
     if layout is None or not layout.plain or layout.dim != 1 or layout.order is not None or gates.size(0) == 0:
         return False
-    if any(forward_pass.is_data(w) and not forward_pass.is_parameter(w) for w in weights):
+    if made_of_data(forward_pass, *weights):
         return False
     for h in state:
         of_h = tag_of(h, forward_pass.batch)

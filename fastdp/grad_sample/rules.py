@@ -65,6 +65,11 @@ def attributed(forward_pass: ForwardPass, tensor: Tensor, layout: Layout | None,
     return layout
 
 
+def made_of_data(forward_pass: ForwardPass, *tensors: Tensor | None) -> bool:
+    """Whether one of these is computed from samples and is no parameter: a rule that detaches them does not apply."""
+    return any(t is not None and forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in tensors)
+
+
 def refuse_contraction(forward_pass: ForwardPass, layout: Layout, dim: int, name: str) -> None:
     """A product that sums over the dimension in which the samples lie."""
     if layout.batch > 1 and layout.dim == dim:

@@ -102,14 +102,10 @@ def differing(program: Program, found: Sequence[Tensor], wanted: Sequence[Tensor
 
 def tolerances(program: Program, outputs: Sequence[Tensor]) -> tuple[float, float]:
     """How far a result may be off, relative to itself and to the largest."""
-    kinds = {tensor.dtype for tensor in (*outputs, *program.held.values())} | _casts(program)
+    kinds = {tensor.dtype for tensor in (*outputs, *program.held.values())}
+    for operation in program.operations:
+        kinds.update(v for v in (*operation.args, *operation.kwargs.values()) if isinstance(v, torch.dtype))
     return next((a, b) for coarse, a, b in _TOLERANCES if not coarse or coarse & kinds)
-
-
-def _casts(program: Program) -> set[torch.dtype]:
-    """The types of numbers that its calls ask for."""
-    given = (value for operation in program.operations for value in (*operation.args, *operation.kwargs.values()))
-    return {value for value in given if isinstance(value, torch.dtype)}
 
 
 def _size_of(tensor: Tensor) -> float:

@@ -7,7 +7,6 @@ of the outputs' gradients. The weights, and the loss, are no part of either.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..engine.repeated_backward import Lasting, Repeated
 from ..errors import GraphError
-from ..ops.common import autocast_kinds
-from ..utils.gradient_hook import on_gradient
+from ..ops.common import exactly
+from ..utils.autograd_graph import on_gradient
 from ..utils.rng_state import set_random_states
 from . import _RECORDING
 from .batches import Batch, odd_leaf
@@ -229,9 +228,7 @@ class ForwardProgram(StepProgram):
         if self._told.setdefault(self.batch.size, told) != told:
             raise GraphError("the forward gives other numbers each time, or tensors of other shapes")
         seam = _RECORDING[-1].begin_backward(out) if _RECORDING else None
-        with contextlib.ExitStack() as stack:
-            for kind in autocast_kinds():
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        with exactly():
             apart = {number: out[number].view_as(out[number]) for number in self.reached}
             if seam is not None:
                 for number, tensor in apart.items():

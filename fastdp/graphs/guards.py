@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import random
 import types
 from collections.abc import Collection
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from ..ops.common import autocast_kinds
 from ..ops.registry import native
-from ..utils.rng_state import random_states, set_random_states
+from ..utils.random_generators import RandomNumbers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 _PLACES = ("_parameters", "_buffers")
@@ -32,7 +31,7 @@ _KINDS = (
     bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, enum.Enum,
     functools.partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
-OWN = frozenset(nn.Module().__dict__)  # of every module: looked at in other ways
+OWN = {*nn.Module().__dict__, "_compiled_call_impl"}  # of every module: looked at in other ways
 _DEPTH, _LARGEST = 6, 1 << 12
 Notes = list[dict[str, Any]]  # of each module, what its attributes are as far as that can be compared
 
@@ -276,25 +275,13 @@ class Outside:
     """The state beside torch's tensors that a recording must leave alone: random numbers and buffers."""
 
     def __init__(self, held: dict[str, Tensor], device: torch.device) -> None:
-        self._device = device
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
-        self._torch = random_states(device)
+        self._random = RandomNumbers({device}, [])
         self._held = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in held.items()
                       if not isinstance(tensor, nn.Parameter)}  # fmt: skip
 
-    def moved(self) -> str:
-        """Whose random numbers were drawn."""
-        if random.getstate() != self._python:
-            return "Python's random"
-        now = numpy.random.get_state()
-        same = all(numpy.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
-        return "" if same else "NumPy's random"
-
     def restore(self) -> None:
         """All as it was."""
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        set_random_states(self._torch)
+        self._random.put_back()
         with torch.no_grad():
             for tensor, version, before in self._held.values():
                 if tensor._version != version:
@@ -302,5 +289,5 @@ class Outside:
 
     def check(self) -> None:
         """Raises GraphError where random numbers were drawn that a replay would not draw."""
-        if whose := self.moved():
-            raise GraphError(f"the forward or the loss draws numbers of {whose}: a replay would not. Use torch's")
+        if whose := RandomNumbers(set(), []).others_moved(self._random):
+            raise GraphError(f"the forward or the loss draws numbers of {whose[0]}: a replay would not. Use torch's")

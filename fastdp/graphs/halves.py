@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import GraphError
 from .cuda_graph import NotCaptured, Pool, in_a_row, warm_and_capture, why_not_captured
-from .program import Cut, Program
+from .program import Program, needed
 from .python_code import Source, plainly, slots_in
 from .recorder import Slot
 
@@ -38,7 +38,8 @@ class Halves:
         if read := next((each for each in program.read if each.operation >= seam), None):
             raise GraphError(f"Python reads {read.value!r} in the backward, which a replay cannot take back")
         results, self._outputs = program.outputs[1:data], program.outputs[data:]
-        places = _needed(program, seam, results, self.cut)
+        given = {gradient.slot for gradient in self.cut.gradients.values()}
+        places = needed(program.operations, results, self.cut.results[1:], begin=seam, given=given)
         operations = [program.operations[place] for place in places]
         source = Source(program.operations, program.read, program.held, program.device)
         taken = {slot.number for slot in (*results, *slots_in(*((op.args, op.kwargs) for op in operations)))}
@@ -156,18 +157,3 @@ def captured(halves: Halves, inputs: Sequence[Tensor], pool: Pool | None) -> Cap
     except NotCaptured as why:
         warnings.warn(f"a forward is replayed, but not as a CUDA graph: {why}", stacklevel=8)
         return None
-
-
-def _needed(program: Program, seam: int, results: Sequence[Slot], cut: Cut) -> list[int]:
-    """The places behind the seam of operations that the results depend on, but for what made the outputs' gradients."""
-    given = {gradient.slot for gradient in cut.gradients.values()}
-    slots, memory = {slot.number for slot in results} - given, set(cut.results[1:])
-    found = []
-    for place in reversed(range(seam, len(program.operations))):
-        operation = program.operations[place]
-        made = {slot.number for slot in slots_in(operation.out)}
-        if made & slots or operation.writes & memory or operation.draws:
-            found.append(place)
-            slots |= {slot.number for slot in slots_in(operation.args, operation.kwargs)} - given
-            memory |= operation.reads
-    return found[::-1]

@@ -13,7 +13,6 @@ recordings before it replays any (`StepProgram`).
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +56,7 @@ class Compiled:
         self._held = [tensor.detach() for tensor in program.held.values()]
         try:
             graph = _graph_of(program)
-            with _plainly():
+            with torch.no_grad(), exactly():  # the recorded calls lie below autograd and autocast
                 from torch import _inductor  # imports a compiler: seconds
 
                 compiled = _inductor.compile(graph, [*inputs, *self._held], options=dict(_OPTIONS))
@@ -74,19 +73,10 @@ class Compiled:
 
     def run_apart(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """As `Program.run_apart`."""
-        with _plainly():
+        with torch.no_grad(), exactly():
             found = list(self._function(*inputs, *self._held))
         count = len(self.program.outputs)
         return found[:count], found[count:]
-
-
-@contextlib.contextmanager
-def _plainly() -> Any:
-    """The recorded calls lie below autograd and autocast."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(exactly())
-        yield
 
 
 def _graph_of(program: Program) -> fx.GraphModule:
@@ -97,14 +87,12 @@ def _graph_of(program: Program) -> fx.GraphModule:
     read = {read.operation for read in program.read}
     asked: list[fx.Node] = []
 
-    def node_of(leaf: Any) -> Any:
-        return nodes[leaf.number] if isinstance(leaf, Slot) else leaf
-
     for place, operation in enumerate(program.operations):
-        args, kwargs = tree_map(node_of, (operation.args, operation.kwargs))
+        given = operation.args, operation.kwargs
+        args, kwargs = tree_map(lambda leaf: nodes[leaf.number] if isinstance(leaf, Slot) else leaf, given)
         if place in read:  # copied where it stands: memory may be written to behind
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
-            asked += [graph.call_function(aten.clone.default, (node,)) for node in given]
+            taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
+            asked += [graph.call_function(aten.clone.default, (node,)) for node in taken]
             continue
         node = graph.call_function(_as_torch(operation.func), tuple(args), kwargs)
         if isinstance(operation.out, Slot):

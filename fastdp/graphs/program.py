@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,20 +80,22 @@ def _cut(recorder: Recorder, seam: Seam, results: Sequence[Tensor]) -> Cut:
     return Cut(seam.place, list(map(memory_of, results)), list(map(memory_of, seam.outputs)), gradients)
 
 
-def live(recording: Recording, with_reads: bool = True) -> list[bool]:
-    """Which operations the outputs, the numbers that were read and the random numbers of the step depend on."""
-    slots = {slot.number for slot in recording.outputs}
-    places = {read.operation for read in recording.read if with_reads}
-    memory = set(recording.memory)
-    wanted = [False] * len(recording.operations)
-    for place in reversed(range(len(recording.operations))):
-        operation = recording.operations[place]
+def needed(
+    operations: Sequence[Operation], results: Iterable[Slot], memory: Iterable[int], *,
+    begin: int = 0, given: Collection[int] = (), read: Collection[int] = (),
+) -> list[int]:  # fmt: skip
+    """The places, from `begin` on, of the operations that results and memory depend on, and of those that draw random
+    numbers. given: slots of tensors that are there already. read: places of operations that are needed as well."""
+    slots, memory = {slot.number for slot in results}.difference(given), set(memory)
+    found = []
+    for place in reversed(range(begin, len(operations))):
+        operation = operations[place]
         made = {slot.number for slot in slots_in(operation.out)}
-        if made & slots or operation.writes & memory or operation.draws or place in places:
-            wanted[place] = True
-            slots |= {slot.number for slot in slots_in(operation.args, operation.kwargs)}
+        if made & slots or operation.writes & memory or operation.draws or place in read:
+            found.append(place)
+            slots |= {slot.number for slot in slots_in(operation.args, operation.kwargs)}.difference(given)
             memory |= operation.reads
-    return wanted
+    return found[::-1]
 
 
 class Program:
@@ -103,29 +105,23 @@ class Program:
     """
 
     def __init__(self, recording: Recording) -> None:
-        wanted = live(recording)
-        self.operations = [op for op, kept in zip(recording.operations, wanted, strict=True) if kept]
-        self.recorded = [place for place, kept in enumerate(wanted) if kept]  # places of these in the recording
+        every, outputs, memory = recording.operations, recording.outputs, recording.memory
+        # places in the recording of the operations that are replayed
+        self.recorded = needed(every, outputs, memory, read={read.operation for read in recording.read})
+        self.operations = [every[place] for place in self.recorded]
         places = {old: new for new, old in enumerate(self.recorded)}
         self.read = [read._replace(operation=places[read.operation]) for read in recording.read]
         self.draws = any(operation.draws for operation in self.operations)
-        self.inputs, self.outputs, self.cut = recording.inputs, recording.outputs, recording.cut
+        self.inputs, self.outputs, self.cut = recording.inputs, outputs, recording.cut
         self.device = recording.device
         # a function that computes with numbers beside the device
         self.beside = next((op.func._schema.name.partition("::")[2] for op in self.operations if op.beside), "")
-        used = {
-            leaf.number
-            for op in self.operations
-            for leaf in tree_leaves((op.args, op.kwargs))
-            if isinstance(leaf, Slot)
-        }
+        used = {slot.number for op in self.operations for slot in slots_in(op.args, op.kwargs)}
         self.held = {number: tensor for number, tensor in recording.held.items() if number in used}
-        results = zip(recording.operations, live(recording, with_reads=False), strict=True)
-        needed = {slot.number for op, kept in results if kept for slot in slots_in(op.args, op.kwargs)}
-        self.constants = recording.constants & needed  # that the results take; checks have constants of their own
-        first = recording._replace(outputs=recording.outputs[:1], memory=set())
-        kept = live(first, with_reads=False)
-        self.for_first = [op for op, used in zip(recording.operations, kept, strict=True) if used]
+        for_results = [every[place] for place in needed(every, outputs, memory)]
+        # that the results take; checks have constants of their own
+        self.constants = recording.constants & {s.number for op in for_results for s in slots_in(op.args, op.kwargs)}
+        self.for_first = [every[place] for place in needed(every, outputs[:1], ())]
         self._run: Callable[..., Any] | None = None
         self._run_apart: Callable[..., Any] | None = None
         # whether the number of rows of a result depends on the numbers of the batch

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..batch_axis.calls import bind
 from ..batch_axis.probing import asking
 from ..errors import GraphError
 from ..utils.rng_state import random_states, same_states
@@ -73,12 +74,10 @@ class Kept(NamedTuple):
 
 
 _CPU = torch.device("cpu")
-_META = torch.device("meta")
 _READING = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _FILLING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _MOVING_MEMORY = ("set_", "resize_", "resize_as_", "swap", "storage_resize_")
 _COPYING = ("_to_copy", "copy_")
-_TO_THE_ALLOCATOR = {aten.record_stream.default}  # (its schema calls the tensor written to)
 _UNCHANGED = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
@@ -163,9 +162,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(t.is_meta for t in given) or kwargs.get("device") == _META:
-            return func(*args, **kwargs)  # a question about sizes
-        if func in _TO_THE_ALLOCATOR:  # nothing that a replay computes: it lies in memory of its own
+        about_sizes = any(t.is_meta for t in given) or kwargs.get("device") == torch.device("meta")
+        # (what tells the allocator of a stream is nothing that a replay computes: it lies in memory of its own)
+        if about_sizes or func is aten.record_stream.default:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         written = self._written(func, args, kwargs)
@@ -310,19 +309,12 @@ class Watch(TorchFunctionMode):
                 f"{func.__name__}() gives numbers of the batch to Python ({_reader() or 'a check of fastdp'}): what is "
                 "made of them cannot be replayed"
             )
-        if func is torch.nn.functional.one_hot and isinstance(count := _classes(args, kwargs), int) and count > 0:
-            return _one_hot(args[0] if args else (kwargs or {})["input"], count)
+        if func is torch.nn.functional.one_hot:
+            tensor, count = bind(args, kwargs or {}, "input", "num_classes")
+            if isinstance(count, int) and count > 0:  # (torch's reads the largest index, only to compare it)
+                zeros = torch.zeros((*tensor.shape, count), dtype=torch.int64, device=tensor.device)
+                return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
         return func(*args, **(kwargs or {}))
-
-
-def _classes(args: Any, kwargs: Any) -> Any:
-    return args[1] if len(args) > 1 else (kwargs or {}).get("num_classes")
-
-
-def _one_hot(tensor: Tensor, count: int) -> Tensor:
-    """torch's, which reads the largest index only to compare it: here `scatter` does that."""
-    ids = tensor.unsqueeze(-1)
-    return torch.zeros((*tensor.shape, count), dtype=torch.int64, device=tensor.device).scatter_(-1, ids, 1)
 
 
 def _is_index_by_places(func: Any, given: list[Tensor]) -> bool:

@@ -12,6 +12,7 @@ from ..engine.repeated_backward import DATA, Template, template_of
 from ..errors import GraphError
 from ..grad_sample.parameter_links import link_of
 from ..grad_sample.parameter_use import Lazy, Stored
+from ..utils.autograd_graph import graph_nodes
 from .recorder import Recorder
 
 LARGEST = 1 << 24  # numbers of per-sample gradients that a replay stores, where Python's step computes some at a time
@@ -74,15 +75,10 @@ def _is_fixed_map(operand: Tensor, recorder: Recorder) -> bool:
     that the graph of the recording serves: rows, parts, casts, repetitions and sums of parameters."""
     if link_of(operand) is None:
         return True
-    nodes, seen = [operand.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if node.name().rpartition("::")[2] not in _FIXED or any(map(recorder.changes, _saved(node))):
-                return False
-            nodes += [following for following, _ in node.next_functions]
-    return True
+    return all(
+        node.name().rpartition("::")[2] in _FIXED and not any(map(recorder.changes, _saved(node)))
+        for node in graph_nodes([operand.grad_fn])
+    )
 
 
 def _saved(node: Any) -> list[Tensor]:

@@ -59,13 +59,8 @@ PACKED = (
     "told how many of their records, and what parts of them, one epsilon covers. Leave it off; fastdp batches records "
     "of different lengths exactly"
 )
-JOINED = "it joins the samples of a batch into one row, in which no sample has a gradient of its own; leave it off"
 _LOADS = "loads the model"
 _TEXT = "how a record becomes tokens"
-_OFFLOAD = (
-    "it moves saved tensors in a way that private training has not been tried with; gradient_checkpointing saves memory"
-)
-_ROUTERS = "the auxiliary loss of routers balances experts over the whole batch, which couples samples; set it to 0.0"
 _OFFLOADED = refused(
     "offload moves saved tensors in a way that private training has not been tried with",
     {"offload": True},
@@ -241,14 +236,24 @@ SEQ2SEQ: dict[str, Field] = {
 _TRL: dict[str, Field] = {
     "model_init_kwargs": supported(_LOADS),
     "trust_remote_code": supported(_LOADS),
-    "router_aux_loss_coef": refused(_ROUTERS, 0.01, lambda value: not value),
+    "router_aux_loss_coef": refused(
+        "the auxiliary loss of routers balances experts over the whole batch, which couples samples; set it to 0.0",
+        0.01,
+        lambda value: not value,
+    ),
     "dataset_num_proc": supported(_TEXT),
     "max_length": supported("records are cut one by one"),
     "truncation_mode": supported("records are cut one by one"),
     "pad_to_multiple_of": supported("gives batches few sizes, for graphed"),
-    "activation_offloading": refused(_OFFLOAD, True),
+    "activation_offloading": refused(
+        "it moves saved tensors in a way that private training has not been tried with; gradient_checkpointing saves "
+        "memory",
+        True,
+    ),
     "pad_token": supported(_TEXT),
-    "padding_free": refused(JOINED, True),
+    "padding_free": refused(
+        "it joins the samples of a batch into one row, in which no sample has a gradient of its own; leave it off", True
+    ),
 }
 
 SFT: dict[str, Field] = {
@@ -278,10 +283,6 @@ PAIR_LOSSES = (
 _UNKNOWN = "the losses that fastdp knows have no such weight; leave its default"
 
 
-def _uncoupled(value: Any) -> bool:
-    return all(name in PAIR_LOSSES for name in ([value] if isinstance(value, str) else value))
-
-
 DPO: dict[str, Field] = {
     **_TRL,
     "disable_dropout": supported(),
@@ -294,7 +295,7 @@ DPO: dict[str, Field] = {
         f"a pair's loss must be its own, as those of {', '.join(PAIR_LOSSES)} are; {' and '.join(COUPLING_PAIRS)} sort "
         "the log ratios of the whole batch, which couples pairs",
         ["aot"],
-        _uncoupled,
+        lambda value: ({value} if isinstance(value, str) else set(value)) <= set(PAIR_LOSSES),
     ),
     "loss_weights": supported(),
     "ld_alpha": refused(_UNKNOWN, 0.3),

@@ -123,19 +123,6 @@ def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, priv
     return Source(loader, generator, args.seed)
 
 
-def column(data: Any, name: str) -> list[Any]:
-    """The values of a column of the training data, one a record. Raises ValueError where there is none."""
-    names = getattr(data, "column_names", None)
-    if names is not None:
-        if name not in names:
-            raise ValueError(f"group_by: the training data has no column {name!r}, but {', '.join(names)}")
-        return list(data.with_format(None)[name])
-    try:
-        return [data[index][name] for index in range(len(data))]
-    except (KeyError, TypeError, IndexError):
-        raise ValueError(f"group_by: the records of the training data have no {name!r}") from None
-
-
 def varied(examples: list[Any], collate: Any) -> list[Any]:
     """Up to four of the examples, the largest and the smallest among them when collated alone."""
     sizes = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ParameterError, StepError, VerificationError
-from ..utils.rng_state import random_states, set_random_states
+from ..utils.random_generators import RandomNumbers
 from ..verification.state import evaluating as evaluating
 from ..verification.verify import VerifyReport, verify
 from .losses import rows, size_of
@@ -72,12 +71,11 @@ def _gradient(model: nn.Module, loss: Loss, batch: Mapping[str, Any]) -> list[Te
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
-    drawn, states = random.getstate(), random_states(*{p.device for p in trained})
+    before = RandomNumbers({p.device for p in trained}, [])
     try:
         found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
     finally:
-        random.setstate(drawn)
-        set_random_states(states)
+        before.put_back()
     return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
 
 

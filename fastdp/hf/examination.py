@@ -28,8 +28,7 @@ class Examination(Spending):
 
     def _examine(self) -> None:
         """Find the head, and verify the model and the loss on a few records."""
-        assert self._source is not None
-        inner = self._source.loader
+        inner = self._batches.loader
         collate, data = inner.loader.collate_fn.collate, inner.dataset  # type: ignore[union-attr]
         # from everywhere: where the data is sorted by length, the first records would all be as long
         places = sorted({k * (len(data) - 1) // 15 for k in range(16)}) if len(data) else []

@@ -138,8 +138,12 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         log = self._run_log
         if log is None:
             return
-        assert self._private is not None and self._source is not None
-        world, step = world_of(), self.state.global_step
+        world, step, private, loader = (
+            world_of(),
+            self.state.global_step,
+            self._attached()._privacy,
+            self._batches.loader,
+        )
         mine = environment(self.model, world.size)
         made_of = {**self.fingerprint, "frozen weights": frozen_digest(self.model)}
         kept = Keys.load(self._key_place(), log.run) if world.rank == 0 else None
@@ -150,7 +154,7 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
                     f"the run was begun with another {', '.join(changed)}: resume with what it was begun with, or "
                     "begin anew in another folder"
                 )
-        reason = self._judge(mine, kept, step)
+        reason = self._judge(log, mine, kept, step)
         if self._repeating:
             logger.warning(
                 f"repeating {self._repeating} step(s) made since the last checkpoint: they cost nothing again"
@@ -161,18 +165,15 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
             self._say(f"{reason}: the run goes on with new keys{counted}")
         if step < self.state.max_steps:
             if self._keys is None:
-                self._new_keys(mine, made_of)
+                self._new_keys(log, mine, made_of)
             self._keep_costs(log.environments[log.generation]["costs"])
             assert self._keys is not None
-            self._private._privacy.noise.restore(self._keys.noise, step)
-            place = {**self._source.loader.state_dict(), "key": int.from_bytes(self._keys.sampling, "little")}
-            self._source.loader.load_state_dict(place)
-        self._private._privacy.release_hook = self._witness
+            private.noise.restore(self._keys.noise, step)
+            loader.load_state_dict({**loader.state_dict(), "key": int.from_bytes(self._keys.sampling, "little")})
+        private.release_hook = self._witness
 
-    def _judge(self, mine: dict[str, Any], kept: tuple[Keys, Any] | None, step: int) -> str:
+    def _judge(self, log: RunLog, mine: dict[str, Any], kept: tuple[Keys, Any] | None, step: int) -> str:
         """Set the keys and the number of steps to repeat; returns why none are, if there are any."""
-        log = self._run_log
-        assert log is not None
         generation = log.generation
         before = log.environments.get(generation)
         self._keys, self._repeating = None, 0
@@ -191,11 +192,9 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         self._keys = keys
         return ""
 
-    def _new_keys(self, mine: dict[str, Any], made_of: Mapping[str, Any]) -> None:
+    def _new_keys(self, log: RunLog, mine: dict[str, Any], made_of: Mapping[str, Any]) -> None:
         """Begin a generation of keys: all steps that were to be repeated are lost."""
-        log, world = self._run_log, world_of()
-        assert log is not None
-        self._repeating = 0
+        world, self._repeating = world_of(), 0
         keys = Keys.new(log.generation + 1, self.privacy.noise_seed)
         if world.rank == 0:
             keys.save(self._key_place(), log.run, made_of)
@@ -226,9 +225,8 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         """The steps in the log that will not be made again, as the account's history; None without a log."""
         if self._run_log is None:
             return None
-        assert self._private is not None and self._source is not None
         spent = self._run_log.count - self._repeating
-        return [(self._private.noise_multiplier, self._source.loader.sample_rate, spent)] if spent else []
+        return [(self._attached().noise_multiplier, self._batches.loader.sample_rate, spent)] if spent else []
 
     # ------------------------------------------------------------------ a step
 
@@ -237,8 +235,7 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         log = self._run_log
         if log is None or self._keys is None:
             return
-        assert self._source is not None
-        step, sampler = self.state.global_step, self._source.loader.sampler
+        step, sampler = self.state.global_step, self._batches.loader.sampler
         known = log.steps.get((self._keys.generation, step))
         if known is not None:
             sampler.limit = known.physical
@@ -251,8 +248,8 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
     def _witness(self, release: Release) -> None:
         """The sums are there, and the noise is not drawn yet: log the step, or compare it with the log."""
         log, keys, step = self._run_log, self._keys, self.state.global_step
-        assert log is not None and keys is not None and self._source is not None
-        entry = Entry(keys.digest(release, step), self._source.loader.sampler.limit)
+        assert log is not None and keys is not None
+        entry = Entry(keys.digest(release, step), self._batches.loader.sampler.limit)
         known = log.steps.get((keys.generation, step))
         if known is None:
             log.add(keys.generation, step, entry)
@@ -267,7 +264,7 @@ class Repeating(Spending, transformers.Trainer):  # type: ignore[misc]
         assert self._run_log is not None
         self._say(f"{problem}: {self._repeating} step(s) are lost, and count; the run goes on with new keys")
         made_of = {**self.fingerprint, "frozen weights": frozen_digest(self.model)}
-        self._new_keys(environment(self.model, world_of().size), made_of)
+        self._new_keys(self._run_log, environment(self.model, world_of().size), made_of)
 
     def _close_log(self, over: bool) -> None:
         """Leave the log to others. over: the run has made its last step, and its keys are deleted."""

@@ -30,7 +30,7 @@ from ..errors import AccountingError
 from ..ops.common import bytes_of
 from ..ops.noise import native_status
 from ..optim.fused_update import Release
-from ..utils.append_log import sync_folder
+from ..utils.append_log import write_whole
 
 CHUNK = 1 << 22  # elements hashed at once on a device
 
@@ -75,14 +75,8 @@ class Keys:
         """Write them for the run of this name, with the fingerprint of what it is made of: a digest of data can tell
         whether a record is in it, so it is as secret as the keys."""
         kept = {name: value.hex() if isinstance(value, bytes) else value for name, value in vars(self).items()}
-        unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.unlink(missing_ok=True)
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"run": run, "keys": kept, "fingerprint": dict(fingerprint)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync_folder(path.absolute().parent)
+        content = {"run": run, "keys": kept, "fingerprint": dict(fingerprint)}
+        write_whole(path, json.dumps(content).encode(), 0o600)
 
     @classmethod
     def load(cls, path: Path, run: str) -> tuple[Keys, dict[str, Any]] | None:
@@ -105,11 +99,10 @@ class Keys:
 
 def delete(path: Path) -> None:
     """Overwrite and remove a file of keys."""
-    with contextlib.suppress(OSError):
-        with open(path, "r+b") as file:
-            file.write(bytes(os.fstat(file.fileno()).st_size))
-            file.flush()
-            os.fsync(file.fileno())
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        file.write(bytes(os.fstat(file.fileno()).st_size))
+        file.flush()
+        os.fsync(file.fileno())
     path.unlink(missing_ok=True)
 
 

@@ -8,7 +8,6 @@ damaged line elsewhere counts as a step.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -16,12 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import AccountingError, StepError
-from ..utils.append_log import append, content_of, line_of, sync_folder, whole_lines
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes in one folder are not noticed
-    fcntl = None  # type: ignore[assignment]
+from ..utils.append_log import append, content_of, line_of, lock, sync_folder, whole_lines
 
 
 class Entry(NamedTuple):
@@ -49,8 +43,11 @@ class RunLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            self._lock()
-            self._read(plan)
+            if not lock(self._file):
+                raise AccountingError(
+                    f"another process is training with {path}: wait for it, stop it, or take another folder"
+                )
+            self._read(path, plan)
         except BaseException:
             os.close(self._file)
             raise
@@ -95,31 +92,25 @@ class RunLog:
                 "saved before is untouched. Free some space there, and resume"
             ) from problem
 
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            if problem.errno in (errno.EAGAIN, errno.EACCES):  # else a network folder without locks
-                raise AccountingError(
-                    f"another process is training with {self.path}: wait for it, stop it, or take another folder"
-                ) from None
-
-    def _read(self, plan: dict[str, Any]) -> None:
-        assert self.path is not None
-        lines = whole_lines(self._file, self.path)
+    def _read(self, path: Path, plan: dict[str, Any]) -> None:
+        lines = whole_lines(self._file, path)
         if not lines:
             append(self._file, line_of({"version": 2, "run": self.run, "plan": plan}))
-            sync_folder(self.path.absolute().parent)
+            sync_folder(path.absolute().parent)
             return
         head = content_of(lines[0])
         if head is None or head.get("version") != 2:
             raise AccountingError(
-                f"the first line of {self.path} is damaged, or of another version of fastdp: what the run's steps cost "
+                f"the first line of {path} is damaged, or of another version of fastdp: what the run's steps cost "
                 "cannot be stated any more. Begin anew in another folder, and count what this run was planned to spend"
             )
-        self._compare(head["plan"], json.loads(json.dumps(plan)))
+        old, new = head["plan"], json.loads(json.dumps(plan))
+        changes = [f"{name} {old.get(name)} -> {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
+        if changes:
+            raise AccountingError(
+                f"the run in {path.parent} was begun with another plan ({', '.join(changes)}): resume with the "
+                "options it was begun with, or begin anew in another folder"
+            )
         self.run = str(head["run"])
         for found in map(content_of, lines[1:]):
             if found is not None and "environment" in found:
@@ -128,12 +119,3 @@ class RunLog:
                 self.steps[int(found["g"]), int(found["step"])] = Entry(found["digest"], found["physical"])
             else:
                 self.damaged += 1
-
-    def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        assert self.path is not None
-        changes = [f"{name} {old.get(name)} -> {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
-        if changes:
-            raise AccountingError(
-                f"the run in {self.path.parent} was begun with another plan ({', '.join(changes)}): resume with the "
-                "options it was begun with, or begin anew in another folder"
-            )

@@ -16,8 +16,9 @@ from transformers.trainer_utils import SaveStrategy
 from ..accounting import epsilon_of, noise_multiplier_for, warn_of_delta
 from ..accounting.card import PrivacyCard
 from ..accounting.participation import block_of
-from ..accounting.runs import most_within, steps_within
-from ..errors import AccountingError
+from ..accounting.runs import most_within, steps_in, steps_within
+from ..data.grouping import column
+from ..errors import AccountingError, StepError
 from ..mechanisms import CycleLoader
 from ..optim import adaptive_clipping
 from ..optim.correlated_noise import Blocks, CorrelatedStep
@@ -25,7 +26,7 @@ from ..optim.optimizer_replacement import spent_before
 from ..optim.optimizers import PrivateOptimizer
 from ..utils.formatting import at_most
 from . import ledger
-from .batches import Source, column
+from .batches import Source
 from .correlated import SAMPLING, strategy_of
 from .options import PrivacyArguments
 
@@ -59,6 +60,17 @@ class Spending:
         self._accounting = [0.0, 0.0]  # when training began, and seconds spent on epsilon since
 
     @property
+    def _batches(self) -> Source:
+        """The physical batches of the run."""
+        assert self._source is not None
+        return self._source
+
+    def _attached(self) -> PrivateOptimizer:
+        if self._private is not None:
+            return self._private
+        raise StepError("DPTrainer trains by train(): its step needs the private optimizer made there")
+
+    @property
     def history(self) -> ledger.History:
         """(noise multiplier, sample rate, steps) of every noised step, those of the resumed checkpoint included."""
         return list(self._private.history) if self._private is not None else list(self._history)
@@ -81,7 +93,7 @@ class Spending:
 
     @property
     def _blocks(self) -> Blocks | None:
-        """Those of correlated noise, of this training or of the last one."""
+        """The blocks of correlated noise, in this training or in the last one."""
         private = self._private or self._left
         return None if private is None else private._privacy.mechanism
 
@@ -193,8 +205,7 @@ class Spending:
     def _noise_for(self, steps: int, model: nn.Module) -> dict[str, Any]:
         """The strategy of the noise, and the noise multiplier that was given, or with which so many steps, and those
         made before, keep the budget."""
-        assert self._source is not None
-        sigma, loader = self.privacy.noise_multiplier, self._source.loader
+        sigma, loader = self.privacy.noise_multiplier, self._batches.loader
         wanted: Any = {
             "target_epsilon": self.privacy.target_epsilon, "delta": self.delta(), "steps": steps,
             "accountant": self.privacy.accountant,
@@ -231,13 +242,12 @@ class Spending:
 
     def _plan(self, max_steps: int) -> None:
         """How many steps the budget allows; raises AccountingError where it allows none."""
-        assert self._private is not None and self._source is not None
-        target, history, run = self.privacy.target_epsilon, self.history, self._private._privacy
+        target, history, run = self.privacy.target_epsilon, self.history, self._attached()._privacy
         if isinstance(run, CorrelatedStep):
             self._carry_blocks(run.mechanism)
         if target is None:
             return
-        done, rest, loader = sum(made[2] for made in history), max_steps - self.state.global_step, self._source.loader
+        done, rest, loader = steps_in(history), max_steps - self.state.global_step, self._batches.loader
         by, delta = self.privacy.accountant, self.delta()
         if isinstance(run, CorrelatedStep) and isinstance(loader, CycleLoader):
             spent, place, promise = run.mechanism.strategy.epsilon, self._place["step"], loader.participation
@@ -269,14 +279,14 @@ class Spending:
         self._place = self._source.loader.state_dict()
         if self.args.should_save:
             ledger.write(self.args.output_dir, self._spent(), None)
-        return self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
+        return self._allowed is not None and steps_in(self.history) >= self._allowed
 
     def before_step(self) -> None:
         """Called when a step begins."""
 
     def _is_over(self) -> bool:
         """Whether the run has made its last step."""
-        spent = self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
+        spent = self._allowed is not None and steps_in(self.history) >= self._allowed
         return spent or self.state.global_step >= self.state.max_steps
 
     def _options(self) -> dict[str, Any]:

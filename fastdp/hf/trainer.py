@@ -209,7 +209,6 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
             )
         if not self._lies_in_parts():
             self._examine()
-        assert self._source is not None
         options = {**self.privacy.engine_options(), **self._noise_for(steps, self._trained)}
         self._private = privatize(plain, self._trained, **options)
         self._taken_over = self._private._privacy.ledger.spent
@@ -225,8 +224,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        private, source = self._private, self._source
-        assert private is not None and source is not None
+        private, source = self._attached(), self._batches
         run = private._privacy
         if isinstance(prepared[0], DistributedDataParallel):
             run.replica.adopt(prepared[0])
@@ -314,8 +312,7 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
         return torch.zeros((), device=self.args.device)
 
     def _physical_batch(self, model: nn.Module, private: PrivateOptimizer, ticket: Ticket) -> None:
-        assert self._source is not None
-        raw, current = self._source.next()
+        raw, current = self._batches.next()
         if current.size:
             batch = self._prepare_inputs(raw)
             if self._graphed is None:
@@ -346,11 +343,6 @@ class DPTrainer(Combining, InParts, Repeating, Examination):
             clipped = (private.norms > private.max_grad_norm).sum()  # which adaptive clipping moves
             before, norms = self._clipped or (torch.zeros_like(clipped), [])
             self._clipped = before + clipped, [*norms, private.norms.detach()]
-
-    def _attached(self) -> PrivateOptimizer:
-        if self._private is not None:
-            return self._private
-        raise StepError("DPTrainer trains by train(): its step needs the private optimizer made there")
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of the batches of a ticket."""

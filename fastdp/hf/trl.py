@@ -28,7 +28,6 @@ class _OfTRL(DPTrainer):
 
     aux_loss_enabled: bool
     _metrics: dict[str, Any]
-    _own_loss: Callable[..., Any]
 
     def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
         given = self._named(positional, named)

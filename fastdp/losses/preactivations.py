@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.layout import tag_of
 from ..errors import SampleMixingError, StepError
+from ..utils.autograd_graph import graph_nodes
 
 ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
@@ -208,7 +209,7 @@ class PreActivations:
         noted, outputs = self._noted, self._outputs
         self._noted, self._outputs = [], []
         with torch._C.DisableTorchFunction():
-            made_by = set(nodes_of(logits))
+            made_by = set(graph_nodes([logits.grad_fn]))
             known = any(_shared(logits, out) or out.grad_fn in made_by for out in outputs)
             if not known or (logits.requires_grad and not self._with_gradient):
                 raise StepError(
@@ -241,7 +242,9 @@ class PreActivations:
                 "the layers that are to count, layers="
             )
         known = {n.tensor.grad_fn for n in noted}
-        unseen = {_kind(node) for node in nodes_of(logits) if _kind(node) in NODES and not _is_seen(node, known)}
+        unseen = {
+            _kind(node) for node in graph_nodes([logits.grad_fn]) if _kind(node) in NODES and not _is_seen(node, known)
+        }
         if unseen:
             raise StepError(
                 f"the logits were made with activation functions that are no modules ({', '.join(sorted(unseen))}, "
@@ -249,18 +252,6 @@ class PreActivations:
                 "are to count, layers=['conv1', ...]"
             )
         self._looked = True
-
-
-def nodes_of(tensor: Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph that this tensor was made by, each once."""
-    waiting, met = [tensor.grad_fn], {None, tensor.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            yield node
-            new = {after for after, _ in node.next_functions} - met
-            waiting += new
-            met |= new
 
 
 def _kind(node: Any) -> str:

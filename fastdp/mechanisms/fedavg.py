@@ -32,11 +32,12 @@ from ..data.sampler import PoissonSampler
 from ..distributed.world import dealing_world, refuse_several
 from ..errors import ParameterError, StepError
 from ..ops import bounds
+from ..ops.common import sum_type
 from ..ops.noise import Noise
 from ..optim.moment_checks import check_moments
 from ..optim.optimizer_replacement import _former_of
 from ..optim.private_optimizer import PrivateOptimizer
-from .rounds import REMEDY, Round, changed_buffers, check_model, check_optimizer, has_statistics, trained, wide
+from .rounds import REMEDY, Round, changed_buffers, check_model, check_optimizer, has_statistics, trained
 
 _NAME = "DP-FedAvg (updates of clients)"
 
@@ -233,7 +234,7 @@ class DPFedAvg:
             if p.requires_grad:
                 if name not in mine:
                     raise ParameterError(f"the global model has no parameter {name!r}: give a copy that client() made")
-                terms.append((p.to(wide(p)) - mine[name].detach().to(p.device, wide(p))).square().sum())
+                terms.append((p.to(sum_type(p)) - mine[name].detach().to(p.device, sum_type(p))).square().sum())
         return mu / 2 * torch.stack(terms).sum()
 
     def epsilon(self, delta: float) -> float:

@@ -115,7 +115,7 @@ class TreePrivacy(PrivateStep):
     def release(self) -> Release:
         trees: Trees = self.mechanism
         now = (self.noise_multiplier, self.clipping.sensitivity)
-        if not trees.goes_on(self._loader_position, self.noise.leaves):
+        if not self.noise.leaves or trees.next != self._loader_position:  # not the next step of the present tree
             self.noise.end()
             trees.noise, trees.next = now, None
         elif now != trees.noise:  # also if their product stays: a longer gradient under the noise of nodes drawn before
@@ -169,10 +169,6 @@ class Trees:
         self.next: tuple[str, int, int] | None = None  # the place of the batch with which the present tree goes on
         self.steps, self.records = 0, 0.0  # in a pass
         self.noise = (0.0, 0.0)  # noise multiplier and sensitivity of the present tree
-
-    def goes_on(self, place: tuple[str, int, int], leaves: int) -> bool:
-        """Whether the step at this place is the next of the present tree."""
-        return leaves > 0 and self.next == place
 
     @property
     def over(self) -> bool:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ParameterError, StepError
 from ..ops.clip import clip_factors
+from ..ops.common import sum_type
 
 REMEDY = "call step() to end the round, or discard() to drop its updates"
 
@@ -25,7 +26,7 @@ class Round:
         self.model, self.bound = model, bound
         self.taken = set[int]()  # the clients whose updates it has
         self.start = {name: p.detach().clone() for name, p in trained(model).items()}
-        self.sums = {n: torch.zeros(p.shape, dtype=wide(p), device=p.device) for n, p in self.start.items()}
+        self.sums = {n: torch.zeros(p.shape, dtype=sum_type(p), device=p.device) for n, p in self.start.items()}
 
     def check(self) -> None:
         """Raises StepError if the global model was changed since the round began. Its weights are then put back."""
@@ -69,11 +70,6 @@ class Round:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require grad. Tied ones are there once, under their first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """The type in which updates are added."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def has_statistics(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,6 +15,7 @@ from ..accounting import History
 from ..accounting.runs import finite, run_of, whole
 from ..accounting.used_draws import UsedDraws
 from ..errors import StepError
+from ..utils.code_location import frames
 from . import moment_checks
 from .private_step import PrivateStep
 
@@ -78,7 +78,10 @@ def load(optimizer: Any, privacy: PrivateStep, base: type, torchs: Callable[[Any
         moment_checks.check_groups(optimizer.param_groups, held[1], optimizer.defaults)
         drop_record(optimizer.param_groups)
         if take_ups and privacy.busy:
-            _warn(_BUSY)
+            _warn(
+                "a state was loaded between backward and step: the gradients at hand are dropped, and no step was made "
+                "of them. Load before the backward, or after the step."
+            )
         for take_up in take_ups:
             take_up()
         taken = True
@@ -216,10 +219,6 @@ UNKNOWN = "this state was saved by an optimizer without privacy: the accountant'
 _NONE, _STEPS = "none", "optimizer_steps"
 _SETTINGS = ("noise_multiplier", "clipping", "style", "max_grad_norm", "gamma", _QUANTILE)
 _CHECKPOINT, _LOADER, MAKER = "torch.distributed.checkpoint.state_dict", "_load_optim_state_dict", "_init_optim_state"
-_BUSY = (
-    "a state was loaded between backward and step: the gradients at hand are dropped, and no step was made of them. "
-    "Load before the backward, or after the step."
-)
 
 
 def embed_record(found: dict[str, Any]) -> None:
@@ -236,18 +235,14 @@ def embed_record(found: dict[str, Any]) -> None:
 
 def torch_is_at(function: str) -> bool:
     """Whether this function of torch.distributed.checkpoint is what calls an optimizer's methods."""
-    caller: FrameType | None = sys._getframe(1) if _CHECKPOINT in sys.modules else None
-    while caller is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) != (_CHECKPOINT, function):
-        caller = caller.f_back
-    return caller is not None
+    callers = frames(sys._getframe(1) if _CHECKPOINT in sys.modules else None)
+    return any((each.f_globals.get("__name__"), each.f_code.co_name) == (_CHECKPOINT, function) for each in callers)
 
 
 def _warn(text: str) -> None:
     """A warning of the line that has called torch, or fastdp."""
-    caller: FrameType | None = sys._getframe()
-    level = 1
-    while caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] in ("fastdp", "torch"):
-        caller, level = caller.f_back, level + 1
+    rooms = (str(each.f_globals.get("__name__")).partition(".")[0] for each in frames(sys._getframe()))
+    level = next((level for level, room in enumerate(rooms, 1) if room not in ("fastdp", "torch")), 1)
     warnings.warn(text, stacklevel=level)
 
 
@@ -314,9 +309,5 @@ def drop_record(groups: list[dict[str, Any]]) -> None:
         group.pop(RECORD, None)
 
 
-def _has_stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    drop_record(optimizer.param_groups)
-
-
 # An optimizer without privacy keeps what rode along in a state it loads, and would hand it on after steps of its own.
-register_optimizer_step_post_hook(_has_stepped)
+register_optimizer_step_post_hook(lambda optimizer, *_: drop_record(optimizer.param_groups))

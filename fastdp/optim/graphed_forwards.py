@@ -209,7 +209,7 @@ class GraphedForwards:
     def _may_record(self) -> bool:
         if self._tried * PAYS > self.replayed + self.eager:
             return False
-        return self._free() and not self._engine.waits_for_backward()
+        return self._free() and not loss_tracking.waits()
 
     def record_due(self) -> None:
         """Record what was to be, when a backward waited for its step or a forward for its backward."""
@@ -265,7 +265,7 @@ class GraphedForwards:
         again = functools.partial(self._takes_others, shape)
         replay = Replay(program, active, plain, (args, kwargs), prepared.leaves, prepared.samples, again)
         program.count += 1
-        if _is_checked(program.count):
+        if program.count in (8, 64) or program.count % 256 == 0:  # by Python, and compared
             self._goes_eagerly(_CHECK, warns=False)
             wanted, out = replay.outputs(), plain(*args, **kwargs)
             if wanted is not None and not replay.gives(wanted, out):
@@ -355,8 +355,3 @@ def _check_hooks(module: nn.Module) -> None:
                 not isinstance(getattr(hook, "__self__", None), ModuleHook) for hook in getattr(each, name).values()
             ):
                 raise GraphError(f"module '{path}' has a hook, which a replay would not call")
-
-
-def _is_checked(count: int) -> bool:
-    """Whether the forward of this number, of one recording, is made by Python and compared."""
-    return count in (8, 64) or count % 256 == 0

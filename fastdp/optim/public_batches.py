@@ -16,25 +16,6 @@ from ..errors import StepError
 from .fused_update import Release
 from .private_step import PrivateStep
 
-_TRAINED_NOTHING = (
-    "{name}.step() found no gradient of {n} parameter(s) that a private optimizer trains: backward keeps its samples' "
-    "gradients for the private step(), and leaves .grad alone. Those at hand are dropped. If the batch is not private, "
-    "make forward, backward and step within `with private_optimizer.public():`; else call the private step()."
-)
-_WITHHELD = (
-    "{name}.step() found no gradient of {n} of its parameters, as '{first}', in a private optimizer's model: "
-    "a call that uses one of the private parameters (a layer's weight) gives none to its others (the bias). Let the "
-    "private optimizer train them, too, in a group of their own, or freeze them (requires_grad_(False))."
-)
-_WRITTEN = (
-    "the gradient that a backward within public() left in .grad was written to since (clip_grad_norm_, a division): "
-    "what of it is public is not known. Do that within public(), or drop it by zero_grad()."
-)
-_NO_GRADIENT = (
-    "a backward within public() waits for this step, whose mechanism ({name}) takes private gradients alone. Call "
-    "zero_grad(), and step an ordinary optimizer within public()."
-)
-
 
 class _Left(NamedTuple):
     """What a backward within `public()` left in a parameter's `.grad`, for the next private step."""
@@ -103,9 +84,16 @@ class PublicBatches:
         """Raises StepError, before anything is taken, where what waits cannot be."""
         left = [left for left in self._left if left.is_there()]
         if left and (mechanism := self._privacy.mechanism) is not None:
-            raise StepError(_NO_GRADIENT.format(name=getattr(mechanism, "name", type(mechanism).__name__)))
+            name = getattr(mechanism, "name", type(mechanism).__name__)
+            raise StepError(
+                f"a backward within public() waits for this step, whose mechanism ({name}) takes private gradients "
+                "alone. Call zero_grad(), and step an ordinary optimizer within public()."
+            )
         if any(each.gradient._version != each.version and bool(_any(each.gradient)) for each in left):
-            raise StepError(_WRITTEN)
+            raise StepError(
+                "the gradient that a backward within public() left in .grad was written to since (clip_grad_norm_, a "
+                "division): what of it is public is not known. Do that within public(), or drop it by zero_grad()."
+            )
 
     def release(self) -> Release:
         """As `PrivateStep.release`, with the public gradients beside the sums."""
@@ -142,7 +130,12 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in tracked]
         if mine and all(p.grad is None for p in mine):
             privacy.zero_grad()
-            raise StepError(_TRAINED_NOTHING.format(name=type(optimizer).__name__, n=len(mine)))
+            raise StepError(
+                f"{type(optimizer).__name__}.step() found no gradient of {len(mine)} parameter(s) that a private "
+                "optimizer trains: backward keeps its samples' gradients for the private step(), and leaves .grad "
+                "alone. Those at hand are dropped. If the batch is not private, make forward, backward and step within "
+                "`with private_optimizer.public():`; else call the private step()."
+            )
     if optimizer not in _LOOKED_AT:
         _warn_of_withheld(optimizer)
 
@@ -157,5 +150,10 @@ def _warn_of_withheld(optimizer: Any) -> None:
         beside = {id(p) for module in owners for p in module.parameters(recurse=False)} - tracked
         names = [name for name, p in privacy.engine.model.named_parameters() if id(p) in without & beside]
         if names:
-            text = _WITHHELD.format(name=type(optimizer).__name__, n=len(names), first=names[0])
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(
+                f"{type(optimizer).__name__}.step() found no gradient of {len(names)} of its parameters, as "
+                f"'{names[0]}', in a private optimizer's model: a call that uses one of the private parameters (a "
+                "layer's weight) gives none to its others (the bias). Let the private optimizer train them, too, in a "
+                "group of their own, or freeze them (requires_grad_(False)).",
+                stacklevel=4,
+            )

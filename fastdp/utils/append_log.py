@@ -1,10 +1,12 @@
-"""Append-only log files: each line has a checksum, and is on the disk before its writer goes on.
+"""Files that outlive a crash: files that are written whole, and append-only logs, each line with a checksum and on the
+disk before its writer goes on.
 
 A line is JSON behind its checksum. A last line without its end was never synced, so nothing has followed from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -12,6 +14,22 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes at once are not noticed there
+    fcntl = None  # type: ignore[assignment]
+
+
+def lock(file: int) -> bool:
+    """Lock an open file against other processes. False if one of them has locked it; where there are no locks, as on
+    some network folders, True."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            return problem.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
 
 
 def line_of(content: Mapping[str, Any]) -> bytes:
@@ -47,6 +65,23 @@ def whole_lines(file: int, path: Path) -> list[bytes]:
         os.truncate(file, len(whole))
         os.fsync(file)
     return whole.splitlines()
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file of this mode (less the umask): whole and on the disk, or not at all. Raises OSError."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        unfinished.unlink(missing_ok=True)  # of a process that was killed; its mode may be another
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        sync_folder(path.absolute().parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,9 +1,13 @@
-"""Tells torch's, fastdp's and the user's frames on the stack apart, by the folder of their file."""
+"""Where code is: frames of the stack, by folder torch's, fastdp's or the user's; a file as a module."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from types import FrameType
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
 
 import torch
 
@@ -18,8 +22,25 @@ def place_of(frame: FrameType | None) -> str:
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
 
 
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """This frame and those around it, outwards."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def users(frame: FrameType | None) -> FrameType | None:
     """The innermost frame, from this one outwards, that is neither torch's nor fastdp's."""
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, FASTDP)):
         frame = frame.f_back
     return frame
+
+
+def module_of_file(path: Path) -> ModuleType:
+    """Run a file of Python as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look there
+    spec.loader.exec_module(module)
+    return module

@@ -12,7 +12,7 @@ _CPU = torch.device("cpu")
 
 
 def random_states(*devices: torch.device) -> States:
-    """Of the CPU's generator, and of those that these devices have."""
+    """The states of the CPU's generator and of those that these devices have."""
     states = {_CPU: torch.get_rng_state()}
     for device in devices:
         if (module := _drawing(device)) is not None:
@@ -21,7 +21,7 @@ def random_states(*devices: torch.device) -> States:
 
 
 def set_random_states(states: States) -> None:
-    """As they were."""
+    """Set each generator to its state here."""
     for device, state in states.items():
         if device == _CPU:
             torch.set_rng_state(state)

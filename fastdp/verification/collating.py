@@ -16,7 +16,7 @@ from torch import nn
 from ..batch_axis.inputs import mark_of, nested_tensors
 from ..data.batched_datasets import copied
 from ..data.collate_mixing import FAILS, refuse_mixing
-from ..data.random_generators import RandomNumbers, generators_of, kept_by
+from ..utils.random_generators import RandomNumbers, generators_of, kept_by
 from .records import Records, moved, records_of, size_of
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..batch_axis.python_reads import PythonReads
-from ..data.random_generators import RandomNumbers, devices_of, generators_of
 from ..engine.per_sample import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
+from ..utils.autograd_graph import graph_nodes
+from ..utils.random_generators import RandomNumbers, devices_of, generators_of, seed_generators
 from .random_draws import SampleDraws
 from .records import Records
 from .state import Kept
@@ -77,9 +76,7 @@ class Runs:
         """A run of these samples; None: which only looks what is drawn. fresh: not with what a run before left."""
         if fresh:
             self.put_back()
-        torch.manual_seed(self.seed)
-        random.seed(self.seed)
-        np.random.seed(self.seed % 2**32)
+        seed_generators(self.seed)
         self._own.put_back_own()
         before = self._random()
         with contextlib.ExitStack() as stack:
@@ -197,13 +194,7 @@ class Runs:
 @contextlib.contextmanager
 def _others_grads(loss: Tensor) -> Iterator[None]:
     """No backward adds to the gradients of what the loss takes besides: what stands in `.grad` is put back."""
-    seen, waiting, leaves = set[Any](), [loss.grad_fn], list[Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            leaves += [node.variable] if hasattr(node, "variable") else []
-            waiting += [following for following, _ in node.next_functions]
+    leaves = [node.variable for node in graph_nodes([loss.grad_fn]) if hasattr(node, "variable")]
     kept = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in kept:
         leaf.grad = None

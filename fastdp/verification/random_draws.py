@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch_axis import probing
 from ..engine.mode_stack import Dispatching
-from ..utils.code_location import FASTDP, TORCH
+from ..utils.code_location import FASTDP, TORCH, frames
 from .random_operation import SHARED, Draw, Piece, default_generator, untouched
 
 _UNTAGGED = {"random_", "random", "_sample_dirichlet", "binomial"}  # by torch, though they draw
@@ -100,8 +100,8 @@ class SampleDraws(Dispatching, TorchDispatchMode):
         if device.type == "meta":
             return func(*args, **kwargs)
         given = kwargs.get("generator")
-        frames = _frames()
-        if any(frame.f_code.co_filename == _TRIALS for frame in frames):
+        stack = list(frames(sys._getframe(1)))
+        if any(frame.f_code.co_filename == _TRIALS for frame in stack):
             with untouched(default_generator(device)):
                 return func(*args, **kwargs)
         if given is not None and id(given) not in self._generators:
@@ -111,7 +111,7 @@ class SampleDraws(Dispatching, TorchDispatchMode):
         if source is torch.default_generator:
             self._numbers.add(number)
         name = func._schema.name.removeprefix("aten::")
-        where = f"{name}(){self._place(frames)}"
+        where = f"{name}(){self._place(stack)}"
         self.seen[where] = None
         return self._draw(Draw(func, args, kwargs, number, device), (number, name), where)
 
@@ -168,13 +168,13 @@ class SampleDraws(Dispatching, TorchDispatchMode):
         parts = zip(samples, lengths, ends, strict=True)
         return dim, [Piece(sample, slice(end - length, end)) for sample, length, end in parts]
 
-    def _place(self, frames: list[FrameType]) -> str:
+    def _place(self, stack: list[FrameType]) -> str:
         """The innermost module that runs, and the line of the program's own code."""
-        inner = next((f for f in frames if f.f_code.co_name == "forward"), None)
+        inner = next((f for f in stack if f.f_code.co_name == "forward"), None)
         # of one frame alone: looking at a frame's locals keeps them alive
         first = "" if inner is None else (inner.f_code.co_varnames or ("",))[0]
         name = "" if inner is None else self._names.get(id(inner.f_locals.get(first)), "")
-        own = next((f for f in frames if not f.f_code.co_filename.startswith((TORCH, FASTDP))), None)
+        own = next((f for f in stack if not f.f_code.co_filename.startswith((TORCH, FASTDP))), None)
         module = f" in module '{name}'" if name else " outside of the model"
         return module if own is None else f"{module} ({os.path.basename(own.f_code.co_filename)}, line {own.f_lineno})"
 
@@ -196,13 +196,3 @@ def _only_difference(one: Shape, other: Shape) -> int | None:
         return None
     found = [dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     return found[0] if len(found) == 1 else None
-
-
-def _frames() -> list[FrameType]:
-    """What runs, innermost first."""
-    frame: FrameType | None = sys._getframe(2)
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found

@@ -91,7 +91,9 @@ class Draw:
         return [found] if isinstance(found, Tensor) else [item for item in found if isinstance(item, Tensor)]
 
     def _call(self, given: dict[str, Any], sample: int) -> Any:
-        seed, given = _mixed(self.number, sample), dict(given)
+        # of its own for every draw and sample
+        seed = (self.number * 6364136223846793005 + (sample + 2) * 1442695040888963407) % 2**63
+        given = dict(given)
         if given.get("generator") is not None:
             given["generator"] = torch.Generator(given["generator"].device).manual_seed(seed)
         args = [given.pop(name) for name in self.positional]
@@ -105,11 +107,6 @@ def _part(tensor: Tensor, dim: int, places: slice) -> Tensor:
     return tensor if dim < 0 else tensor[(slice(None),) * dim + (places,)]
 
 
-def _mixed(number: int, sample: int) -> int:
-    """A seed of its own for every draw and sample."""
-    return (number * 6364136223846793005 + (sample + 2) * 1442695040888963407) % 2**63
-
-
 @contextlib.contextmanager
 def untouched(generator: torch.Generator) -> Iterator[None]:
     state = generator.get_state()
@@ -117,9 +114,6 @@ def untouched(generator: torch.Generator) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-
-
-untouched = untouched
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch_axis.inputs import nested_tensors
-from ..data.random_generators import RandomNumbers, devices_of, generators_of
+from ..utils.random_generators import RandomNumbers, devices_of, generators_of
 
 _OF_TORCH = set(nn.Module().__dict__)  # of every module: hooks, parameters, buffers, parts
 _CONTAINERS = (list, dict, set, deque)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.row_groups import numbers_of
 from ..data.loader import PoissonLoader
-from ..data.random_generators import devices_of
 from ..engine import loss_tracking
 from ..engine.module_hooks import hook_of
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError, VerificationError
 from ..optim.verification_record import forget_verified, note_verified
 from ..utils.keyword_arguments import named
+from ..utils.random_generators import devices_of
 from .collating import collated
 from .examination import Examination
 from .execution import Loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +66,38 @@ def test_inner_modules_are_called_past_their_hooks_until_the_engine_is_gone() ->
     assert all(module._compiled_call_impl is None for module in copy.deepcopy(model).modules())
     engine.detach()
     assert all(module._compiled_call_impl is None for module in within)
+
+
+def copied_by_dict(module: nn.Module) -> nn.Module:
+    """As libraries of meta-learning clone models."""
+    found = module.__new__(type(module))
+    found.__dict__ = module.__dict__.copy()
+    found._parameters = {name: nn.Parameter(2 * p) for name, p in module._parameters.items() if p is not None}
+    found._modules = {name: copied_by_dict(each) for name, each in module._modules.items() if each is not None}
+    return found
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deep": copy.deepcopy,
+    "pickled": lambda module: pickle.loads(pickle.dumps(module)),
+    "by dict": copied_by_dict,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_call_their_own_modules(how: str) -> None:
+    """Also of torch's recurrent layers, which are copied in a way of their own."""
+    model = nn.Sequential(Layer(), nn.GRU(4, 4))
+    engine = fastdp.PerSampleGradients(model)
+    found = COPIES[how](model)
+    engine.detach()
+    with torch.no_grad():
+        for module in found.modules():  # the copy's own forward
+            if isinstance(module, nn.Linear):
+                module.forward = lambda x: torch.full_like(x, 0.5)  # type: ignore[method-assign]
+        for module in (found, model):
+            out = module(X[:, None])[0]
+            assert torch.equal(out, module[1](torch.full((5, 1, 4), 0.5).tanh())[0]) == (module is found)
 
 
 @pytest.mark.parametrize("plain", [False, True])

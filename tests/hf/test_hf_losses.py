@@ -152,7 +152,7 @@ def test_persons(tmp_path):
     trainer.train()
     truth = {name: before[name] - 0.1 * g / 4 for name, g in zip(before, total, strict=True)}
     assert error(weights(model), truth, before) < 1e-4
-    with pytest.raises(ValueError, match="no 'person'"):
+    with pytest.raises(ValueError, match="'person': the records have no such column"):
         trainer_of(tmp_path, gpt2(), records, private(group_by="person")).train()
 
 

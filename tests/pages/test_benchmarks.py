@@ -122,7 +122,7 @@ def test_a_failing_or_wrong_operator_is_a_row_without_a_time() -> None:
 
 def test_host_times_of_tiny_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "host.csv"
-    monkeypatch.setattr(host, "keep_memory", lambda module: None)
+    monkeypatch.setattr(timing, "keep_memory", lambda module: None)
     command = ["host", "--models", "cnn", "--layers", "1", "--rounds", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     host.main()

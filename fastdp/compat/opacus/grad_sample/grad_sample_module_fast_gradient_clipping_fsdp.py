@@ -33,10 +33,6 @@ _WHOLE = (
     "FSDP2Wrapper(model) (or torch's fully_shard) first, then make the optimizer of its parameters. For whole models "
     "take grad_sample_mode='ghost'."
 )
-_SPLIT = (
-    "grad_sample_mode 'ghost_fsdp' does not take a model whose layers parallelize_module has split (tensor "
-    "parallelism). Use fastdp's own optimizer (fastdp.DPAdamW(model, ...), docs/distributed.md), or fully_shard alone."
-)
 
 
 class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClipping):
@@ -63,7 +59,11 @@ class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClippin
         if not is_sharded(self._module):
             raise ValueError(_WHOLE)
         if tensor_mesh_of(self._module) is not None:
-            raise NotImplementedError(_SPLIT)
+            raise NotImplementedError(
+                "grad_sample_mode 'ghost_fsdp' does not take a model whose layers parallelize_module has split (tensor "
+                "parallelism). Use fastdp's own optimizer (fastdp.DPAdamW(model, ...), docs/distributed.md), or "
+                "fully_shard alone."
+            )
         self.drop()
         self._world = world = world_for(self._module, None, None)
         with world.deciding():

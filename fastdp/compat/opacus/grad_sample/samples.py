@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from ....engine.gradients import Gradients
 from ....errors import StepError
 from ....grad_sample.conv import Conv
+from ....grad_sample.cross_terms import isometric
 from ....grad_sample.embedding import Lookup
 from ....grad_sample.linear import Matmul
-from ....grad_sample.parameter_links import link_of
-from ....grad_sample.parameter_use import ParameterUse, Stored
+from ....grad_sample.parameter_use import Stored
 from ....grad_sample.routed_rows import Routed
 from ....ops.common import exactly
 from ....ops.rows import square_sum, weighted_sum
@@ -55,7 +55,10 @@ class Record:
         if not any(p._version != self._versions.get(id(p), p._version) for p in self.parameters):
             return
         for p in parameters:
-            bad = next((use for use in self.gradients.uses_of(p) if not _of_data(use)), None)
+            of_weights = (
+                u for u in self.gradients.uses_of(p) if not (isinstance(u, _OF_DATA) and isometric(u.operand))
+            )
+            bad = next(of_weights, None)
             if bad is not None:
                 raise StepError(
                     f"grad_sample of a parameter of shape {tuple(p.shape)} was not looked at before the weights were "
@@ -68,11 +71,6 @@ class Record:
         self.check(self.parameters)
         with outside():
             return self.gradients.norm_sq(self.parameters).sqrt().float()
-
-
-def _of_data(use: ParameterUse) -> bool:
-    link = link_of(use.operand)
-    return isinstance(use, _OF_DATA) and (link is None or (link.isometric and len(link.leaves) == 1))
 
 
 class Pending:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..utils.rng_state import random_states, same_states, set_random_states
+from .rng_state import random_states, same_states, set_random_states
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -53,6 +53,13 @@ class RandomNumbers:
             if not isinstance(generator, torch.Generator) and not _same(now, was):
                 moved.append(f"a {type(generator).__module__}.{type(generator).__name__}")
         return moved
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators, Python's and numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def generators_of(model: nn.Module, loss_fn: Any) -> list[Any]:
