@@ -30,7 +30,7 @@ def per_sample_independence(probe: Probe) -> Finding:
 
     statistic: the norm of the difference over the largest contribution of a sample.
     """
-    probe.check_adam()
+    probe.check_sums()
     pool, bound, typical = _pool(probe), TOLERANCE[probe.optimizer], ordinary_norm(probe)
     norms = [probe.usual_norm, *(typical * share for share in SHARES if typical is not None)]
     found = [(off, f"{company}, at C = {norm:.3g}") for norm in norms for off, company in _sums(probe, pool, norm)]

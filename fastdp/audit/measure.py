@@ -318,8 +318,15 @@ class Probe:
             )
         return self.regime.norm
 
-    def check_adam(self) -> None:
-        """Raises Lacking where Adam's step is nowhere linear: its changes tell nothing of sums then."""
+    def check_sums(self) -> None:
+        """Raises Lacking where changes tell nothing of sums: of steps that draw random numbers beside the noise, and of
+        an Adam that is nowhere linear."""
+        one, other = (self.change([self.data(2, 113)], 1.0, 0.0, seed) for seed in (1, 2))
+        if float(np.linalg.norm(one - other)) > 4 * self.resolution:
+            raise Lacking(
+                "needs a step that is the same for each seed where there is no noise: turn augmentation, and dropout "
+                "by function, off for the audit (see uncalibrated_noise)"
+            )
         if self.optimizer == "adam" and self.regime.kind == "other":
             self.clipped_norm("needs a step in which Adam is linear")
 

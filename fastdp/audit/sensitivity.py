@@ -40,7 +40,7 @@ def sensitivity(probe: Probe, *, tolerance: float = 1e-3) -> Finding:
     statistic: the largest contribution over C; bound: 1 and the tolerance. Needs learning_rate.
     """
     gain(probe)  # which it needs
-    probe.check_adam()
+    probe.check_sums()
     tolerance = max(tolerance, 0.02) if probe.optimizer == "adam" else tolerance  # its small steps round more
     middle = probe.regime.norm if probe.answers_to_norm else max(probe.regime.changes) / gain(probe) / 10
     scales = (1e-3, 0.1, 1.0) if probe.optimizer == "adam" else (1e-4, 0.01, 0.1, 1.0, 10.0, 100.0)

@@ -50,9 +50,12 @@ class ModuleState:
             self._stateful.append((where, value, value.get_state(), value.get_state, set_back))
         elif isinstance(value, random.Random):
             self._stateful.append((where, value, value.getstate(), value.getstate, value.setstate))
+        elif isinstance(value, numpy.random.RandomState):
+            state: Any = value.get_state(legacy=False)
+            self._stateful.append((where, value, state, lambda: value.get_state(legacy=False), value.set_state))
         elif isinstance(value, numpy.random.Generator):
             bits = value.bit_generator
-            state: Any = copy.deepcopy(bits.state)
+            state = copy.deepcopy(bits.state)
             self._stateful.append((where, bits, state, lambda: bits.state, lambda old: setattr(bits, "state", old)))
         elif isinstance(value, torch.Tensor):
             self._take_tensor(where, value)

@@ -146,6 +146,8 @@ class GraphedForwards:
             self._calls[id(module)] = module, call
             module._compiled_call_impl = call
             self._goes_eagerly(_FIRST, warns=False)
+        else:
+            self._goes_eagerly("module.compile() stands in a replay's place: use model = torch.compile(model)")
 
     def prepared(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Prepared | None:
         """What is known of a call of a module, after it was recorded if it is time to. None where it is not replayed,
