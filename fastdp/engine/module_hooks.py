@@ -78,7 +78,7 @@ class InnerCall(NamedTuple):
         free = known is None or is_inner(known)
         # a script has no such place, and others' own ways of being copied (those of torch's RNNs) would copy it
         fits = kind.__getstate__ is nn.Module.__getstate__ and not issubclass(kind, torch.jit.ScriptModule)
-        if free and fits and not isinstance(extension, str):
+        if free and fits and hasattr(extension, "module_call"):
             self.module.__dict__["_compiled_call_impl"] = extension.module_call(self)
         return self
 
