@@ -45,8 +45,10 @@ Ref callee(PyObject *call) {
     Ref self(PyObject_GetItem(locals.get(), SELF));
     if (!self && !PyErr_ExceptionMatches(PyExc_KeyError)) throw Raised{};
     PyErr_Clear();
-    if (!self || self.get() == module || Py_TYPE(self.get()) != Py_TYPE(module)) return Ref::of(module);
-    PyObject *own = entry(notes_of(self.get()).get(), COMPILED);
+    if (!self || self.get() == module) return Ref::of(module);
+    const Ref held(PyObject_GenericGetDict(self.get(), nullptr));
+    if (!held) PyErr_Clear();  // no module
+    PyObject *own = held ? entry(held.get(), COMPILED) : nullptr;
     const bool is_copy = own != nullptr && PyCFunction_Check(own) && PyCFunction_GET_SELF(own) == call;
     return is_copy ? std::move(self) : Ref::of(module);
 }
@@ -102,6 +104,18 @@ PyObject *module_call(PyObject *call, PyObject *args, PyObject *kwargs) {
     }
 }
 
+// Puts calls into modules' `__dict__`s where nothing else stands, or takes them out again.
+void switch_calls(const py::list &dicts, const py::list &calls, bool on) {
+    try {
+        for (Py_ssize_t place = 0; place < PyList_GET_SIZE(calls.ptr()); ++place) {
+            PyObject *dict = PyList_GET_ITEM(dicts.ptr(), place), *call = PyList_GET_ITEM(calls.ptr(), place);
+            if (entry(dict, COMPILED) == (on ? Py_None : call)) put(dict, COMPILED, on ? call : Py_None);
+        }
+    } catch (const Raised &) {
+        throw py::error_already_set();
+    }
+}
+
 PyMethodDef definition = {"module_call", (PyCFunction)(void (*)())module_call, METH_VARARGS | METH_KEYWORDS, nullptr};
 
 }  // namespace
@@ -113,4 +127,5 @@ void bind_module_calls(py::module_ &module) {
             return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, call.ptr()));
         },
         "calls a module as an InnerCall says (fastdp/engine/module_hooks.py)");
+    module.def("switch_calls", &switch_calls, "put such calls into modules, or take them out");
 }

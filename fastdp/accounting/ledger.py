@@ -83,6 +83,7 @@ class Ledger:
         """Steps are written to this file ahead, and what it holds is counted."""
         self._file = file
         self.count(file.runs, list(file.blocks.values()))
+        self.draws.take_up(file.draws)
 
     def count(self, runs: Runs, blocks: list[tuple[str, Block]]) -> None:
         """These steps were made before, in these blocks. Those that a loaded history holds count once."""
@@ -109,7 +110,7 @@ class Ledger:
             if next_noise in self._file.drawn:
                 raise StepError(_DRAWN)
             run = Run(self.name, self._made, noise_multiplier, sample_rate, 1, truncation)
-            self._file.add(run, self.block, next_noise)
+            self._file.add(run, self.block, next_noise, drawn)
 
     def _refuse_blocks(self) -> None:
         """Raises AccountingError if steps with correlated noise would be taken for others."""

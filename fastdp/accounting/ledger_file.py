@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..distributed.world import World
@@ -19,6 +20,7 @@ from ..utils.append_log import append, content_of, line_of, lock, sync_folder, w
 from .ledger import Ledger
 from .participation import Block, block_of
 from .runs import Run, lengthen, run_of
+from .used_draws import IN_ORDER, Place, UsedDraws
 
 _HEAD = {"fastdp": "ledger of noised steps", "format": 1}
 
@@ -28,6 +30,7 @@ class LedgerFile:
 
     runs: the steps that it held when it was opened, with their makers. blocks: by name, those of correlated noise, with
     the strategy's name; their marks are not in the file. drawn: the noise of these steps: (a mark of the key, number).
+    draws: of Poisson loaders, that these steps were made on.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -51,23 +54,27 @@ class LedgerFile:
                     "detach() that optimizer, or give each training a file of its own"
                 )
             self.blocks: dict[str, tuple[str, Block]] = {}
-            self.drawn = set[tuple[str, int]]()
+            self.drawn, self.draws = set[tuple[str, int]](), UsedDraws()
             self.runs = self._read()
         except BaseException:
             self.close()
             raise
 
-    def add(self, run: Run, block: tuple[str, Block] | None = None, drawn: tuple[str, int] | None = None) -> None:
+    def add(
+        self, run: Run, block: tuple[str, Block] | None = None, drawn: tuple[str, int] | None = None,
+        places: Sequence[Place] = (),
+    ) -> None:  # fmt: skip
         """One step is about to be made. Raises StepError if it is not on the disk: then it must not be made.
 
         block: with correlated noise, the step's block as it is then, and before it the strategy's name. drawn: which
-        noise is to be added, if its key may come back.
+        noise is to be added, if its key may come back. places: of the loaders' draws that it is made on.
         """
         size = os.fstat(self._file).st_size
         try:
             noise = {} if block is None else {"noise": [block[0], block[1].plain]}
             key = {} if drawn is None else {"drawn": drawn}
-            append(self._file, line_of({**run._asdict(), **noise, **key}))
+            on = {"on": found} if (found := [place for place in places if not place[0].startswith(IN_ORDER)]) else {}
+            append(self._file, line_of({**run._asdict(), **noise, **key, **on}))
         except OSError as problem:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, size)
@@ -95,9 +102,11 @@ class LedgerFile:
         for number, line in enumerate(lines[1:], 2):
             try:
                 said = content_of(line) or {}
-                noise, drawn = said.pop("noise", None), said.pop("drawn", None)
+                noise, drawn, on = said.pop("noise", None), said.pop("drawn", None), said.pop("on", ())
                 run = Run(**said)
                 run_of(*run[2:])
+                for mark, number, step in on:
+                    self.draws.add((str(mark), int(number), int(step)), run.kind)
                 self.drawn.update([] if drawn is None else [(str(drawn[0]), int(drawn[1]))])
                 if noise is not None:  # a step that failed is there twice, and counts
                     block = block_of(*noise[1])
@@ -128,7 +137,8 @@ def share_ledger(ledger: Ledger, world: World) -> None:
     """
     ledger.name = world.from_first(ledger.name.encode()).decode()
     blocks = [(name, block.plain) for name, block in ledger.blocks]
-    said = json.dumps([[tuple(run) for run in ledger.written], blocks]).encode()
+    said = json.dumps([[tuple(run) for run in ledger.written], blocks, ledger.draws.state()]).encode()
     length = int.from_bytes(world.from_first(len(said).to_bytes(8, "little")), "little")
     found = json.loads(world.from_first(said if world.rank == 0 else bytes(length)))
     ledger.count([Run(*run) for run in found[0]], [(name, block_of(*block)) for name, block in found[1]])
+    ledger.draws.take_up(UsedDraws(found[2]))

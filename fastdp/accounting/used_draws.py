@@ -55,9 +55,11 @@ class UsedDraws:
 
     def take_up(self, others: UsedDraws) -> None:
         """These steps were made, too."""
-        for key, steps in others._made.items():
-            mine = self._made.setdefault(key, [])
-            mine += [list(run) for run in steps if run not in mine]
+        for (mark, number), steps in others._made.items():
+            for begin, end, kind in steps:
+                for place in ((mark, number, step) for step in range(begin, end)):
+                    if not self.holds(place):
+                        self.add(place, kind)
         for place, kinds in others._again.items():
             if len(kinds) > len(self._again.get(place, ())):
                 self._again[place] = list(kinds)

@@ -8,7 +8,6 @@ threads share it; it is the user's own again when the last of them ends.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import threading
@@ -78,7 +77,7 @@ class CompiledModules:
         for module in list(model.modules()):
             if any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__):  # (fully_shard's own class)
                 self._replace(module, "forward", module._orig_mod)
-            elif (call := module._compiled_call_impl) and not (hasattr(call, "of_fastdp") or inspect.isbuiltin(call)):
+            elif module._compiled_call_impl is not None and not hasattr(module._compiled_call_impl, "of_fastdp"):
                 self._replace(module, "_compiled_call_impl", module._call_impl)
         if self._undo:
             warnings.warn(

@@ -42,7 +42,7 @@ from .forward_record import joined_error
 from .forward_threads import Turn
 from .loader_tracking import given_to_model, handed_out_in, loader_of, read_in, refuse_more_rows
 from .memory_budget import Block
-from .module_hooks import ENTER, LEAVE, InnerCall, ModuleHook, numbered
+from .module_hooks import ENTER, LEAVE, InnerCalls, ModuleHook, numbered
 from .multiple_forwards import Given
 from .public_forward import PublicForward
 from .state import ENGINES, Engine, attached
@@ -77,7 +77,8 @@ class Forward(Engine):
             before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
             self._handles += [numbered(before, ENTER, first=True), numbered(after, LEAVE)]
-            self._handles += [InnerCall(module, path, self.running).attach()] if path else []
+        self._inner = InnerCalls(self.model, self.running)
+        self._handles.append(self._inner)
         for parameter in self.model.parameters():
             note_parameter(self.backward.tracked.whole(parameter))
         attached(self)
@@ -210,6 +211,7 @@ class Forward(Engine):
         active.mode.__enter__()
         COLLECTOR.begin(backward)
         PLAINLY.begin()
+        self._inner.begin()
         return active
 
     def _samples(self, args: Any, kwargs: Any) -> int:
@@ -309,6 +311,7 @@ class Forward(Engine):
 
     def _leave_pass(self, started: Pass, out: Any) -> Any:
         """The outermost forward ends. Returns what to put in place of its result, or None."""
+        self._inner.end()
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
         self.running.active = None
@@ -366,6 +369,7 @@ class Forward(Engine):
             return
         while self.running.active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
+        self._inner.end()
         PLAINLY.end()
         COLLECTOR.end(self.backward)
         self._turn.give()

@@ -17,6 +17,7 @@ from .state import Engine
 _SAVING_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 ENTER, LEAVE = -1, -2  # numbers of the hooks
+_COMPILED = "_compiled_call_impl"
 
 
 class ModuleHook:
@@ -72,25 +73,40 @@ class InnerCall(NamedTuple):
         _EVERYWHERE,
     )
 
-    def attach(self) -> InnerCall:
-        """Let torch call the module so, in the place where it keeps compiled code."""
-        kind, known, extension = type(self.module), self.module._compiled_call_impl, native()
-        free = known is None or is_inner(known)
-        # a script has no such place, and others' own ways of being copied (those of torch's RNNs) would copy it
-        fits = kind.__getstate__ is nn.Module.__getstate__ and not issubclass(kind, torch.jit.ScriptModule)
-        if free and fits and hasattr(extension, "module_call"):
-            self.module.__dict__["_compiled_call_impl"] = extension.module_call(self)
-        return self
+
+class InnerCalls:
+    """The calls of a model's inner modules. They stand in the place where torch keeps compiled code, and only while a
+    forward is captured: at other times tools that look there, or copy it, find nothing."""
+
+    def __init__(self, model: nn.Module, running: Any) -> None:
+        self._dicts, self._calls = list[dict[str, Any]](), list[Any]()
+        if not hasattr(extension := native(), "module_call"):
+            return
+        for path, module in model.named_modules():
+            kind = type(module)  # one that is pickled in its own way, as torch's RNNs are, would have the call in there
+            own = kind.__getstate__ is not nn.Module.__getstate__ or kind.__reduce__ is not object.__reduce__
+            if path and module._compiled_call_impl is None and not own and not issubclass(kind, torch.jit.ScriptModule):
+                module.__dict__[_COMPILED] = None
+                self._dicts.append(module.__dict__)
+                self._calls.append(extension.module_call(InnerCall(module, path, running)))
+
+    def begin(self) -> None:
+        """A forward is captured."""
+        if self._calls:
+            native().switch_calls(self._dicts, self._calls, True)  # type: ignore[union-attr]
+
+    def end(self) -> None:
+        """No longer."""
+        if self._calls:
+            native().switch_calls(self._dicts, self._calls, False)  # type: ignore[union-attr]
 
     def remove(self) -> None:
-        """Let torch call the module as it did."""
-        if getattr(self.module._compiled_call_impl, "__self__", None) is self:
-            del self.module.__dict__["_compiled_call_impl"]
-
-
-def is_inner(call: Any) -> bool:
-    """Whether this is what an `InnerCall` put in a module's place for compiled code."""
-    return isinstance(getattr(call, "__self__", None), InnerCall)
+        """The modules are as they were."""
+        self.end()
+        for held in self._dicts:
+            if held.get(_COMPILED, self) is None:
+                del held[_COMPILED]
+        self._dicts, self._calls = [], []
 
 
 def hook_of(module: nn.Module, engine: Engine | None = None) -> ModuleHook | None:

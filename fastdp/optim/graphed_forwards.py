@@ -21,7 +21,7 @@ from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import mark_of
 from ..distributed.world import refuse_several
 from ..engine import loss_tracking
-from ..engine.module_hooks import ModuleHook, is_inner
+from ..engine.module_hooks import ModuleHook
 from ..engine.per_sample import PerSampleGradients
 from ..engine.state import ENGINES
 from ..errors import BatchReadWarning, GraphError, LossReductionWarning
@@ -141,7 +141,7 @@ class GraphedForwards:
         if id(module) in self._calls or making() or self._forward.runs_again():
             return
         known = module._compiled_call_impl
-        if known in (None, module._call_impl) or isinstance(known, GraphedCall) or is_inner(known):
+        if known in (None, module._call_impl) or isinstance(known, GraphedCall):
             call = GraphedCall(self, path, module)
             self._calls[id(module)] = module, call
             module._compiled_call_impl = call

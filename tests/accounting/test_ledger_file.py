@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 
 import pytest
 import torch
@@ -55,6 +56,37 @@ def test_steps_after_the_checkpoint_count_and_others_count_once(tmp_path):
     third, model = make(path)
     third.load_state_dict(state)  # nothing was made after it
     assert spent(third) == 7
+
+
+@pytest.mark.parametrize("redone", [False, True])
+def test_steps_made_again_on_the_samples_of_a_run_that_died_are_one_release(redone, tmp_path):
+    """The file has the samples of all steps: not those of the last checkpoint alone."""
+
+    def begin():
+        loader = fastdp.poisson_loader(torch.utils.data.TensorDataset(torch.ones(60, 4)), expected_batch_size=10)
+        return *make(tmp_path / "ledger", expected_batch_size=None, sample_rate=None), loader
+
+    def steps(optimizer, model, batches, number):
+        for _, (x,) in zip(range(number), batches, strict=False):
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, model, loader = begin()
+    batches = iter(loader)
+    steps(optimizer, model, batches, 1)
+    state, place = optimizer.state_dict(), loader.state_dict(secret=True)
+    steps(optimizer, model, batches, 2)
+    optimizer.detach()
+    optimizer, model, loader = begin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.load_state_dict(state)
+        if redone:
+            loader.load_state_dict(place)
+        steps(optimizer, model, loader, 2)
+        history = [(1.0, 1 / 6, 1), (0.5**0.5, 1 / 6, 2)] if redone else [(1.0, 1 / 6, 5)]
+        assert optimizer.epsilon(1e-3) == pytest.approx(epsilon_of(history, 1e-3), rel=1e-6)
 
 
 def test_what_no_state_holds_is_counted_and_said(tmp_path):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import inspect
+import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
 import fastdp
-from fastdp.engine.module_hooks import is_inner
 from fastdp.errors import SampleMixingError
 from fastdp.ops.registry import native
 
@@ -57,15 +61,32 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @needs_extension
-def test_inner_modules_are_called_past_their_hooks_until_the_engine_is_gone() -> None:
-    model = Model()
+def test_inner_modules_are_called_past_their_hooks_while_a_forward_is_captured() -> None:
+    model, found = Model(), list[Any]()
     engine = fastdp.PerSampleGradients(model)
-    within = [module for name, module in model.named_modules() if name]
-    assert all(is_inner(module._compiled_call_impl) for module in within) and model._compiled_call_impl is None
+    handle = model.first.register_forward_hook(lambda *_: found.extend(m._compiled_call_impl for m in model.modules()))
+    losses(model, X).mean().backward()
+    handle.remove()
+    assert found[0] is None and all(map(inspect.isbuiltin, found[1:]))
+    assert all(module._compiled_call_impl is None for module in model.modules())
     assert_step(engine, X, losses)
-    assert all(module._compiled_call_impl is None for module in copy.deepcopy(model).modules())
     engine.detach()
-    assert all(module._compiled_call_impl is None for module in within)
+    assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_compiles_or_copies_a_model_finds_no_calls(fails: bool) -> None:
+    model = nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), Model())
+    fastdp.PerSampleGradients(model)
+    model[1].second.fails = fails
+    with contextlib.suppress(ValueError):
+        losses(model, X).mean().backward()
+    model[1].second.fails = False
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(X), model(X))
+    torch.save(model, io.BytesIO())
+    torch.compiler.reset()
 
 
 def copied_by_dict(module: nn.Module) -> nn.Module:
@@ -84,13 +105,22 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+def keep_copy(copies: list[nn.Module], how: str, model: nn.Module, *_: Any) -> None:
+    if not copies:
+        copies.append(COPIES[how](model))
+
+
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_call_their_own_modules(how: str) -> None:
     """Also of torch's recurrent layers, which are copied in a way of their own."""
-    model = nn.Sequential(Layer(), nn.GRU(4, 4))
+    model, copies = nn.Sequential(Layer(), nn.GRU(4, 4, batch_first=True)), list[nn.Module]()
     engine = fastdp.PerSampleGradients(model)
-    found = COPIES[how](model)
+    handle = model[0].register_forward_hook(functools.partial(keep_copy, copies, how, model))  # in a captured forward
+    model(X[:, None])
+    handle.remove()
     engine.detach()
+    (found,) = copies
+    found[0]._forward_hooks.clear()
     with torch.no_grad():
         for module in found.modules():  # the copy's own forward
             if isinstance(module, nn.Linear):
