@@ -32,7 +32,8 @@ class ModuleHook:
     def __reduce__(self) -> Any:
         return (ModuleHook, (None, self.path))
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    # tools that copy modules may register the hooks again, without kwargs
+    def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
             if self.engine is not None and torch.is_grad_enabled():
                 refuse_compilation()
@@ -44,16 +45,16 @@ class ModuleHook:
             here.entered.append(None)  # as `enter` does of an inner module that nothing will compute again
             here.active.stack.append(self.path)
         else:
-            self.engine.enter(self.path, module, args, kwargs)
+            self.engine.enter(self.path, module, args, kwargs or {})
         if module._backward_hooks or module._backward_pre_hooks or _EVERYWHERE or _EVERYWHERE_BEFORE:
             active = self.engine.running.active
             if active is not None and torch.is_grad_enabled():
                 wrap_module_hooks(self.engine.owner, active.path, sys._getframe(1))
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any, *kwargs_and_out: Any) -> Any:
         if torch.compiler.is_compiling() or self.engine is None:
             return None
-        return self.engine.leave(out)
+        return self.engine.leave(kwargs_and_out[-1])
 
 
 class InnerCall(NamedTuple):

@@ -130,6 +130,15 @@ def test_copies_call_their_own_modules(how: str) -> None:
             assert torch.equal(out, module[1](torch.full((5, 1, 4), 0.5).tanh())[0]) == (module is found)
 
 
+def test_a_copy_is_quantized() -> None:
+    """By tools that register a module's hooks anew."""
+    engine = fastdp.PerSampleGradients(model := Model())
+    quantization = pytest.importorskip("torch.ao.quantization")
+    found = quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+    assert torch.isfinite(found(X)).all()
+    engine.detach()
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_module_that_raises_and_one_that_mixes_samples(plain: bool) -> None:
     model = Model()
