@@ -135,7 +135,8 @@ def node_number() -> int:
 
 def left_behind(moment: Generation) -> bool:
     """Whether a tensor lives that carries samples of forwards after this moment."""
-    living = (each for each in gc.get_objects() if isinstance(each, Tensor))
+    # (isinstance would ask each object for its __class__, which may be code of others)
+    living = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
     return any((found := generation_of(each)) is not None and found.number > moment.number for each in living)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import warnings
 import weakref
@@ -22,7 +21,7 @@ from fastdp.errors import LossNotFollowedWarning, StepError
 from fastdp.graphs.halves import Halves
 from fastdp.optim import forward_shapes
 
-from .test_graphed_forwards import B, Net, at_once, batch  # noqa: F401  (at_once is for every test)
+from .test_graphed_forwards import B, at_once, batch  # noqa: F401  (at_once is for every test)
 from .test_graphed_forwards_changes import FROM, Model, Step, later, loss_of, plain, run, told_of, with_hidden
 
 SCALE = [1.0]  # kept outside of every module
@@ -92,36 +91,6 @@ def test_batches_of_a_loader_that_are_mixed_before_the_model(name: str, way: str
         warnings.simplefilter("ignore")
         wanted, replayed = run("plain"), run(way)
     assert wanted == replayed and (wanted[-1] == "mixes") == (name != "nothing")
-
-
-class Kept:
-    """Where a forward leaves what it does not return."""
-
-    many: list[Tensor] = []
-    last: Tensor | None = None
-
-
-def kept_outside(detached: bool, m: Model, x: Tensor) -> Tensor:
-    Kept.last = m.rows(x).detach() if detached else m.rows(x)
-    Kept.many += [] if detached else [Kept.last.square().sum(1).mean()]
-    return m.head(m.rows(x))
-
-
-@pytest.mark.parametrize(
-    "taken, detached, start",
-    [("many", False, 0), ("many", False, FROM), ("last", False, 0), ("last", True, 0), ("last", True, FROM)],
-)
-def test_tensors_left_outside_of_modules_go_through_python(taken: str, detached: bool, start: int) -> None:
-    def step(m: Model, k: int) -> Tensor:
-        Kept.many.clear()
-        loss = loss_of(m(batch(k)[0]), k)
-        if k < start:
-            return loss
-        assert Kept.last is not None and len(Kept.many) == (not detached)
-        return loss + (Kept.many[0] if taken == "many" else Kept.last.square().sum(1).mean())
-
-    told = told_of(functools.partial(kept_outside, detached), step)
-    assert told.replayed == 0 and "leaves tensors behind" in told.told()
 
 
 SUMS: dict[str, tuple[Callable[..., Any], Step]] = {
@@ -362,31 +331,3 @@ def test_a_sample_that_is_not_finite_ends_no_replays() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer._privacy.graphs.replayed == 6
-
-
-@pytest.mark.parametrize("jointly", [False, True])
-def test_two_models_before_their_backwards(jointly: bool) -> None:
-    """They share a module without parameters, whose call within one model's forward is no forward of the other's."""
-
-    def run(graphed: bool) -> tuple[list[Any], list[nn.Module]]:
-        models, shared = [Net(), Net()], nn.Dropout(0.3)
-        options: dict[str, Any] = dict(lr=0.1, noise_multiplier=0.5, expected_batch_size=B, sample_rate=0.1, seed=3)
-        for model in models:
-            model.dropout = shared
-        optimizers = [fastdp.DPSGD(model, graphed=graphed, **options) for model in models]
-        torch.manual_seed(1)
-        for k in range(6):
-            losses = [F.cross_entropy(model(batch(k)[0])["logits"], batch(k)[1]) for model in models]
-            for loss in [sum(losses)] if jointly else losses:
-                loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return optimizers, models
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (_, plain), (optimizers, models) = run(False), run(True)
-    assert [optimizer._privacy.graphs.replayed for optimizer in optimizers] == [4, 3]
-    for a, b in zip(nn.ModuleList(plain).parameters(), nn.ModuleList(models).parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
