@@ -31,11 +31,12 @@ class Net(nn.Module):
         self.factor, self.rate, self.act = 1.0, numpy.float32(1.0), torch.tanh
         self.table, self.entries, self.weights = {"x": 1.0}, [1.0, 1.0], torch.ones(4)
         self.c = nn.Linear(4, 3, bias=False).requires_grad_(False)
+        self.config = types.SimpleNamespace(gain=1.0, prior=torch.ones(1))  # not compared, as it holds a tensor
         self.seen: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.act(self.a(x) @ self.square) * self.factor * float(self.rate) * self.table["x"] * self.entries[1]
-        h = h * self.weights
+        h = h * self.weights * self.config.gain
         if self.shift is not None:
             h = h + self.shift
         self.seen = (h.detach(), len(x))
@@ -92,6 +93,7 @@ CHANGES = {
     "a number": setter("factor", 2.0), "a number of NumPy": setter("rate", numpy.float32(3.0)),
     "a function of torch": setter("act", torch.relu),
     "an entry of a dict": lambda m: m.table.update(x=3.0),
+    "an object": setter("config", types.SimpleNamespace(gain=3.0, prior=torch.ones(1))),
     "an entry of a list": lambda m: m.entries.__setitem__(1, 2.0),
     "a tensor": setter("weights", torch.tensor([1.0, 2.0, 3.0, 4.0])), "a buffer": setter("shift", torch.ones(4)),
     "a bias": with_bias, "the strides": transposed, "the class": setter("__class__", Other),
