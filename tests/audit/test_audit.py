@@ -40,7 +40,28 @@ def test_a_right_step_passes_every_test(name: str) -> None:
 def test_loops_around_optimizers_of_torch_are_right(name: str) -> None:
     report = audit(right.LOOPS[name](), seed=3)
     assert not report.bugs, str(report)
+    bent = "0.0001" in name or "in the gradient" in name  # nowhere linear, beside rounding
+    assert (report["sensitivity"].verdict == "not tested") == bent
     assert ("learning rate changes" in str(report["noise_independence"].sentence)) == ("that falls" in name)
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + 0.1 * torch.randn_like(x))
+
+
+def test_a_step_that_draws_random_numbers_tells_nothing_of_sums() -> None:
+    step = right.loop_of(lambda ps: torch.optim.SGD(ps, 0.1), activation=Noisy)
+    report = audit(step, ["sensitivity", "per_sample_independence"])
+    assert all("the same for each seed" in finding.sentence for finding in report.untested)
+    assert len(report.untested) == 2
+
+
+def test_a_model_of_16_bits() -> None:
+    step = right.LOOPS["a long momentum"]()
+    make = step.make_model
+    step.make_model = lambda: make().bfloat16()
+    assert audit(step, ["no_clipping"]).ok
 
 
 def test_a_rate_that_begins_at_zero_and_an_adam_that_is_said_to_be_sgd() -> None:

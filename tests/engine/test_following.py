@@ -267,9 +267,9 @@ def test_a_batch_is_followed_before_the_model_whatever_other_optimizers_are_told
 
 def test_sizes_before_the_model_are_seen_beside_other_optimizers() -> None:
     optimizer = fastdp.DPSGD(model := nn.Linear(D, C), lr=0.1, noise_multiplier=0.0)
-    others = [new() for _ in range(8)]  # of which no one is given these batches
+    others = [new() for _ in range(40)]  # of which no one is given these batches
     loader = fastdp.poisson_loader(torch.utils.data.TensorDataset(*data(96)), expected_batch_size=8, seed=1)
     with pytest.raises(SampleMixingError, match="made of the number of samples"):
         for x, y in loader:
             train(model, optimizer, x * len(x), y)
-    assert len(others) == 8
+    assert len(others) == 40
