@@ -19,7 +19,7 @@ from .trainable import Array, Batch, count, pick
 
 FAR = 240  # steps after which it is seen whether the learning rate has changed
 LAGS = 64  # steps over which a momentum is followed
-ALIKE = 0.15  # largest difference of two changes of scale, one of which noise tells
+ALIKE = 0.07  # largest difference of two changes of scale, one of which noise tells
 NEAR = 0.02  # largest departure of a memory from none, or from a momentum's powers
 STEPS, NONE = 48, 0.2  # of the run that is compared; share of them on no sample
 SHARES = (0.03, 0.3)  # least and largest C of that run over that of the samples alone
@@ -67,8 +67,9 @@ def rate_later(probe: Probe) -> float:
     if not np.isfinite(later) or first <= 100 * probe.resolution or abs(later / first - 1) < NEAR:
         return 1.0
     run = [still] * (FAR + 1)
-    noise = np.stack([moves(probe, run, norm, 1.0, 3101 + k) for k in range(probe.repeats(1, 1000))])
-    before, after = (deviation(noise[:, k] - moves(probe, run, norm)[k]) for k in (0, FAR))
+    plain = moves(probe, run, norm)
+    noise = np.stack([moves(probe, run, norm, 1.0, 3101 + k) - plain for k in range(probe.repeats(1, 4000))])
+    before, after = (deviation(noise[:, k]) for k in (0, FAR))
     return later / first if abs(after / before / (later / first) - 1) < ALIKE else 1.0
 
 

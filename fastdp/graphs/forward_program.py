@@ -146,7 +146,8 @@ def _layout_of(tensor: Tensor, batch: int) -> Layout | None:
     if layout is None and not tensor.requires_grad:
         if not _is_alike(tensor, batch):
             raise GraphError(
-                f"the forward gives constants of shape {tuple(tensor.shape)}, by the samples' places perhaps"
+                f"the forward gives constants of shape {tuple(tensor.shape)}, which may go by the samples' places: "
+                "leave them out of what it returns"
             )
         return None
     if layout is not None and layout.total and not tensor.dim():

@@ -150,9 +150,10 @@ def own_loop(order: Callable[[Any], Any] = list) -> Any:
 
 def loop_of(
     inner_of: Callable[..., Any], schedule: Callable[..., Any] | None = None, divisor: float = 0.0,
-    activation: type[nn.Module] = nn.Tanh, **said: Any,
+    activation: type[nn.Module] = nn.Tanh, fading: float = 1.0, **said: Any,
 ) -> Any:  # fmt: skip
-    """A loop around an optimizer of torch, made anew in every run. divisor: of the sums, in place of their size."""
+    """A loop around an optimizer of torch, made anew in every run. divisor: of the sums, in place of their size.
+    fading: a bug, by which factor each step's noise is less than the last one's."""
 
     def make_model() -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 16), activation(), nn.Linear(16, CLASSES))
@@ -161,7 +162,7 @@ def loop_of(
         params = list(model.parameters())
         inner = inner_of(params)
         rates = schedule(inner) if schedule is not None else None
-        for batch in batches:
+        for number, batch in enumerate(batches):
             total = [torch.zeros_like(p) for p in params]
             for x, y in zip(*batch, strict=True):
                 found = torch.autograd.grad(nn.functional.cross_entropy(model(x[None]), y[None]), params)
@@ -169,7 +170,7 @@ def loop_of(
                 if torch.isfinite(factor):
                     total = [t + factor * g for t, g in zip(total, found, strict=True)]
             for p, t in zip(params, total, strict=True):
-                noise = noise_multiplier * clipping_norm * torch.randn_like(t)
+                noise = fading**number * noise_multiplier * clipping_norm * torch.randn_like(t)
                 p.grad = (t + noise) / (divisor or max(len(batch[0]), 1))
             inner.step()
             if rates is not None:

@@ -45,6 +45,13 @@ def test_loops_around_optimizers_of_torch_are_right(name: str) -> None:
     assert ("learning rate changes" in str(report["noise_independence"].sentence)) == ("that falls" in name)
 
 
+def test_noise_that_fades_beside_a_schedule_is_none() -> None:
+    """By an eighth at step 240, where contributions follow the learning rate alone."""
+    falls = lambda inner: torch.optim.lr_scheduler.ExponentialLR(inner, 0.995)
+    report = audit(right.loop_of(lambda ps: torch.optim.SGD(ps, 0.1), falls, fading=0.99945), ["noise_independence"])
+    assert [finding.name for finding in report.bugs] == ["noise_independence"], str(report)
+
+
 class Noisy(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x + 0.1 * torch.randn_like(x))
