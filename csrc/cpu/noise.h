@@ -14,6 +14,7 @@
 #include "types.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -35,23 +36,14 @@ struct Tile {  // pointers to element 0 of a tile, and the counter of its first 
     const T *sum;
     T *grad, *param, *first, *second;
     int64_t block;
-    T *past, *doubt, *margin;  // of earlier draws, [TILE]: their sum, its error, how far from 6.4 the largest radius is
+    T *normals, *doubt;  // of correlated noise: the sum of all draws [TILE], and how far off it may be, a pair [TILE / 2]
 };
 
 // An update says how many arrays it has beside the sum, in the order of Tile: the pointers to others are NULL.
-enum class Past { NONE, GATHERED, ADDED };  // normals of earlier steps: added up, or released with the own
-
 struct NoUpdate {
     static constexpr int ARRAYS = 0;
-    static constexpr Past PAST = Past::NONE;
     template <int W, class T>
     INLINE void apply(const Tile<T> &, int) const {}
-};
-struct Gather : NoUpdate {
-    static constexpr Past PAST = Past::GATHERED;
-};
-struct AddPast : NoUpdate {
-    static constexpr Past PAST = Past::ADDED;
 };
 
 // A draw of an earlier step, which correlated noise takes a share of.
@@ -90,14 +82,19 @@ INLINE Place place_after(const Work &work, Place place, int64_t number) {  // nu
 // sum + std N to a multiple of the grid.
 template <class T>
 struct Amounts {
-    T scale, size, per_grid, grid_scaled;  // 1 / grid, grid * scale; of an earlier draw: 64 / size, and a sign
+    T scale, size, per_grid, grid_scaled;  // 1 / grid, grid * scale
     const uint32_t *state;                 // of the generator, without the counter
     bool alone;                            // noise without a sum, not rounded to the grid
     const Earlier *earlier;
     int count;
-    // Of an earlier draw: what its radius adds to the error, 6e-7 of it as in noise_pair.h, and the rounding of its size
-    // and of each sum that it is in. Of all: what the 53 bits of x leave of the smallest radii.
-    T per_radius, left_open;
+    T left_open;  // what the 53 bits of x leave of the smallest radii, of all draws
+};
+
+// A draw of correlated noise.
+template <class T>
+struct Share {
+    T size;        // its weight times std, in grids
+    T per_radius;  // of the error: 6e-7 as in noise_pair.h, the rounding of its size, and of each sum that it is in
 };
 
 template <class T>
@@ -105,18 +102,17 @@ INLINE Amounts<T> amounts_of(const Work &work, T) {
     int exponent;
     const double size = std::frexp(work.std, &exponent) * 128;
     Amounts<T> by = {(T)work.scale, (T)size, (T)std::ldexp(1.0, 7 - exponent), (T)std::ldexp(work.scale, exponent - 7),
-                     work.state, !work.read, work.earlier.data(), (int)work.earlier.size(), 0, 0};
+                     work.state, !work.read, work.earlier.data(), (int)work.earlier.size(), (T)4e-6};
     for (const Earlier &draw : work.earlier) by.left_open += (T)(4e-6 * (std::fabs(draw.size) / size));
     return by;
 }
 
-// left: the sums that it will be in, with the last one.
+// Of an earlier draw, or of the own, of number -1. They are added up from the last one on.
 template <class T>
-INLINE Amounts<T> amounts_of(const Earlier &draw, int left, T) {
-    const double per_radius = sizeof(T) == sizeof(float) ? 6e-7 + 6e-8 * (left + 2) : 1e-9;
-    const double size = std::fabs(draw.size);
-    return {(T)1, (T)size, (T)(64 / std::max(size, 1e-9)), draw.size < 0 ? (T)-1 : (T)1, draw.state, false, nullptr, 0,
-            (T)per_radius, 0};
+INLINE Share<T> share_of(const Amounts<T> &by, int draw) {
+    const double size = draw < 0 ? by.size : by.earlier[draw].size;
+    const double off = sizeof(T) == sizeof(float) ? 6e-7 + 6e-8 * (draw + 4) : 1e-9;
+    return {(T)size, (T)(off * std::fabs(size))};
 }
 
 // ChaCha20's state and what of its first round does not depend on the lane: of the first column one sum, of the other

@@ -33,6 +33,7 @@ INLINE Real root(Real x) { return _mm512_sqrt_pd(x); }
 INLINE Real real_at(const double *x) { return _mm512_loadu_pd(x); }
 INLINE void put(double *x, Real y) { _mm512_storeu_pd(x, y); }
 INLINE Real smaller(Real a, Real b) { return _mm512_min_pd(a, b); }
+INLINE Real larger(Real a, Real b) { return _mm512_max_pd(a, b); }
 INLINE Real rounded(Real x) { return _mm512_roundscale_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Open beyond(Real x, Real limit) { return _mm512_cmp_pd_mask(_mm512_abs_pd(x), limit, _CMP_NLE_UQ); }
 #else
@@ -58,6 +59,7 @@ INLINE Real root(Real x) { return std::sqrt(x); }
 INLINE Real real_at(const double *x) { return *x; }
 INLINE void put(double *x, Real y) { *x = y; }
 INLINE Real smaller(Real a, Real b) { return std::min(a, b); }
+INLINE Real larger(Real a, Real b) { return std::max(a, b); }
 INLINE Real rounded(Real x) { return std::rint(x); }
 INLINE Open beyond(Real x, Real limit) { return !(std::fabs(x) <= limit); }
 #endif
@@ -89,6 +91,7 @@ INLINE Single root(Single x) { return _mm512_sqrt_ps(x); }
 INLINE Single single_at(const float *x) { return _mm512_loadu_ps(x); }
 INLINE void put(float *x, Single y) { _mm512_storeu_ps(x, y); }
 INLINE Single smaller(Single a, Single b) { return _mm512_min_ps(a, b); }
+INLINE Single larger(Single a, Single b) { return _mm512_max_ps(a, b); }
 INLINE Single rounded(Single x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Open beyond(Single x, Single limit) { return _mm512_cmp_ps_mask(_mm512_abs_ps(x), limit, _CMP_NLE_UQ); }
 INLINE void split_of(Single z, Single each, Single &f, Single &e) {
@@ -118,6 +121,7 @@ INLINE Single root(Single x) { return _mm256_sqrt_ps(x); }
 INLINE Single single_at(const float *x) { return _mm256_loadu_ps(x); }
 INLINE void put(float *x, Single y) { _mm256_storeu_ps(x, y); }
 INLINE Single smaller(Single a, Single b) { return _mm256_min_ps(a, b); }
+INLINE Single larger(Single a, Single b) { return _mm256_max_ps(a, b); }
 INLINE Single rounded(Single x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Open beyond(Single x, Single limit) {
     const Single size = single(bits(x) & word(0x7fffffffu));
@@ -146,6 +150,7 @@ INLINE Single root(Single x) { return std::sqrt(x); }
 INLINE Single single_at(const float *x) { return *x; }
 INLINE void put(float *x, Single y) { *x = y; }
 INLINE Single smaller(Single a, Single b) { return std::min(a, b); }
+INLINE Single larger(Single a, Single b) { return std::max(a, b); }
 INLINE Single rounded(Single x) { return std::rint(x); }
 INLINE Open beyond(Single x, Single limit) { return !(std::fabs(x) <= limit); }
 INLINE void split_of(Single z, Single each, Single &f, Single &e) {

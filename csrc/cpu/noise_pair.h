@@ -25,7 +25,7 @@ struct Released {
 // The block of a level of the key stream (noise_tile.h).
 inline void level_words(const uint32_t *state, int level, int64_t block, uint32_t *words);
 
-// What is open, a lane at a time. words, block: of the first lane.
+// What is open, a lane at a time. words, block: of the first lane; without words, they are drawn again.
 template <class T>
 __attribute__((noinline, cold)) void settle(Open open, const T *sum, T *n, const uint32_t *words, int pair, bool odd,
                                             int64_t block, const Amounts<T> &by) {
@@ -36,8 +36,11 @@ __attribute__((noinline, cold)) void settle(Open open, const T *sum, T *n, const
             n[l] = sum[l] * by.scale;
             continue;
         }
+        uint32_t again[16];
+        if (!words) level_words(by.state, 0, block + l, again);
+        const exact::Bits own = words ? exact::bits_of(words + l, W, pair, odd) : exact::bits_of(again, 1, pair, odd);
         const double near = exact::nearest_whole(
-            exact::bits_of(words + l, W, pair, odd), pair, part, by.size, by.count,
+            own, pair, part, by.size, by.count,
             [&](int j) { return by.earlier[j].size; },
             [&](int j, int level, uint32_t *to) {
                 level_words(j < by.count ? by.earlier[j].state : by.state, level, block + l, to);
@@ -91,9 +94,12 @@ struct Pair<double> {
     INLINE void circle5() { circle(0x1.03c1f0819eba5p+2, 0x1.466bc677522bdp+1); }
     INLINE void circle6() { circle(-0x1.3bd3cc9be4180p+2, -0x1.4abbce625bd83p+2); }
     INLINE void circle7() { circle(0x1.fffffffffffefp-1, 0x1.921fb54442d17p+1), sine = sine * y; }
-    // As in Pair<float>, but arithmetic is off by 1e-13 only.
     INLINE void turn(const uint32_t *w, int pair, double size) {
-        r = r * real(size), turned = real(bits(r) ^ upper_bit(words_at(w + (6 + pair) * W)));
+        turned = real(bits(r * real(size)) ^ upper_bit(words_at(w + (6 + pair) * W)));
+    }
+    // As in Pair<float>, but arithmetic is off by 1e-13 only.
+    INLINE void limit_by(double size) {
+        r = r * real(size);
         limit = smaller(fma(r, real(-1e-9), real(0.5 - 4e-6)), real(6.4 * size) - r);
     }
 
@@ -151,12 +157,15 @@ struct Pair<float> {
     INLINE void circle4() { circle(-0x1.3bd3ccp+2f, 0x1.466504p+1f); }
     INLINE void circle5() { circle(1.0f, -0x1.4abba2p+2f); }
     INLINE void circle6() { sine = fma(sine, square, single(0x1.921fb4p+1f)) * y; }
+    INLINE void turn(const uint32_t *w, int pair, float size) {
+        turned = turned_by(word_at(w + (6 + pair) * W), r * single(size));
+    }
     // Beyond the limit from a whole number, it is open which one is next. 6e-7 of the radius: arithmetic is off by 4.5e-7
     // (1.2e-7 the radius, 1.4e-7 the circle, over all floats; rounding x, y, two products), and the angle's 32 bits leave
     // 1e-9. 4e-6: rounding the limit, and what the 53 bits of x leave of the smallest radii (128 * 2^-26). Above a radius
     // of 6.4 they leave too much.
-    INLINE void turn(const uint32_t *w, int pair, float size) {
-        r = r * single(size), turned = turned_by(word_at(w + (6 + pair) * W), r);
+    INLINE void limit_by(float size) {
+        r = r * single(size);
         limit = smaller(fma(r, single(-6e-7f), single(0.5f - 4e-6f)), single(6.4f * size) - r);
     }
 
@@ -166,35 +175,44 @@ struct Pair<float> {
     }
 };
 
-// A sum, a normal and those of earlier steps: n, and the lanes in which it is open. Adding 0 takes the sign off a zero.
-template <Past PAST, class T>
+// A sum with its noise, in grids, as a whole number and a rest: n, and the lanes in which it is open. Adding 0 takes the
+// sign off a zero.
+template <class Numbers, class T>
+INLINE Released<Numbers> released(Numbers whole, Numbers rest, Numbers limit, const Amounts<T> &by) {
+    const auto near = rounded(rest);
+    return {fma(whole + near, all_of(by.grid_scaled), all_of((T)0)), beyond(rest - near, limit)};
+}
+
+template <class T>
 INLINE auto released(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, const Amounts<T> &by) {
     const auto grids = numbers_at(tile.sum + at) * all_of(by.per_grid), whole = rounded(grids);
-    auto part = grids - whole, limit = p.limit;
-    if constexpr (PAST == Past::ADDED) {
-        part = part + numbers_at(tile.past + at);
-        limit = smaller(limit - all_of(by.left_open) - numbers_at(tile.doubt + at), numbers_at(tile.margin + at));
-    }
-    const auto v = fma(p.turned, odd ? p.sine : p.cosine, part), near = rounded(v);
-    return Released<decltype(part)>{fma(whole + near, all_of(by.grid_scaled), all_of((T)0)), beyond(v - near, limit)};
+    return released(whole, fma(p.turned, odd ? p.sine : p.cosine, grids - whole), p.limit, by);
 }
 
-// Normals of an earlier step.
 template <class T>
-INLINE void gather(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, const Amounts<T> &by) {
-    const auto normal = p.turned * (odd ? p.sine : p.cosine);
-    put(tile.past + at, fma(normal, all_of(by.grid_scaled), numbers_at(tile.past + at)));
-    put(tile.doubt + at, fma(p.r, all_of(by.per_radius), numbers_at(tile.doubt + at)));
-    put(tile.margin + at, smaller(numbers_at(tile.margin + at), fma(p.r, all_of(-by.per_grid), all_of((T)(6.4 * 64)))));
+INLINE auto released_normals(const Tile<T> &tile, int at, int pair_at, const Amounts<T> &by) {
+    const auto grids = numbers_at(tile.sum + at) * all_of(by.per_grid), whole = rounded(grids);
+    const auto limit = all_of((T)0.5 - by.left_open) - numbers_at(tile.doubt + pair_at);
+    return released(whole, grids - whole + numbers_at(tile.normals + at), limit, by);
 }
 
-// The elements of one slot, STEP of them: released, or the noise alone, or only gathered.
-template <Past PAST, class T>
+// Adds the normals of one draw to those of others, and how far off they are to the doubt, which a radius above 6.4 makes
+// larger than any limit.
+template <class T>
+INLINE void gather(Pair<T> &p, const Tile<T> &tile, int pair, int lane, const uint32_t *words, const Share<T> &share) {
+    T *even = tile.normals + 2 * pair * LANES + lane, *odd = even + LANES, *doubt = tile.doubt + pair * LANES + lane;
+    p.turn(words, pair, share.size);
+    put(even, fma(p.turned, p.cosine, numbers_at(even))), put(odd, fma(p.turned, p.sine, numbers_at(odd)));
+    const auto off = fma(p.r, all_of(share.per_radius), numbers_at(doubt));
+    put(doubt, larger(off, fma(p.r, all_of((T)1e9), all_of((T)-6.4e9))));
+}
+
+// The elements of one slot, STEP of them: released, or the noise alone.
+template <class T>
 INLINE void release(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, const uint32_t *words, int pair,
                     int64_t block, const Amounts<T> &by) {
-    if constexpr (PAST == Past::GATHERED) return gather(p, odd, tile, at, by);
     if (by.alone) return put(tile.grad + at, p.turned * (odd ? p.sine : p.cosine) * all_of(by.grid_scaled));
-    auto x = released<PAST>(p, odd, tile, at, by);
+    auto x = released(p, odd, tile, at, by);
     if (__builtin_expect(x.open != 0, 0)) {
         alignas(64) T n[Pair<T>::STEP];
         put(n, x.n);
@@ -204,28 +222,39 @@ INLINE void release(const Pair<T> &p, bool odd, const Tile<T> &tile, int at, con
     put(tile.grad + at, x.n);
 }
 
+template <class T>
+INLINE void spend(Pair<T> &p, const Tile<T> &tile, int pair, int lane, const uint32_t *words, const Share<T> &share) {
+    gather(p, tile, pair, lane, words, share);
+}
+template <class T>
+INLINE void spend(Pair<T> &p, const Tile<T> &tile, int pair, int lane, const uint32_t *words, const Amounts<T> &by) {
+    p.turn(words, pair, by.size), p.limit_by(by.size);
+    for (int odd = 0; odd < 2; ++odd) {
+        release(p, odd == 1, tile, (2 * pair + odd) * LANES + lane, words, pair, tile.block + lane, by);
+    }
+}
+
 #if FASTDP_W < 16
-// Those of a pair of slots, where the compiler makes vectors of the lanes.
-template <Past PAST, class T>
-INLINE void release_by_lanes(const uint32_t *words, int pair, const Tile<T> &tile, int at, int64_t block,
-                             const Amounts<T> &by) {
+// A pair of slots, where the compiler makes vectors of the lanes.
+template <class T>
+INLINE void spend_by_lanes(const uint32_t *words, int pair, const Tile<T> &tile, int lane, const Share<T> &share) {
+#pragma omp simd
+    for (int l = 0; l < W; ++l) {
+        Pair<T> p;
+        p.all(words + l, pair), gather(p, tile, pair, lane + l, words + l, share);
+    }
+}
+template <class T>
+INLINE void spend_by_lanes(const uint32_t *words, int pair, const Tile<T> &tile, int lane, const Amounts<T> &by) {
     alignas(64) T n[2][W];
     alignas(64) Open open[2][W];
     Open any = 0;
-    if constexpr (PAST == Past::GATHERED) {
-#pragma omp simd
-        for (int l = 0; l < W; ++l) {
-            Pair<T> p;
-            p.all(words + l, pair), p.turn(words + l, pair, by.size);
-            gather(p, false, tile, at + l, by), gather(p, true, tile, at + LANES + l, by);
-        }
-        return;
-    }
+    const int at = 2 * pair * LANES + lane;
 #pragma omp simd reduction(| : any)
     for (int l = 0; l < W; ++l) {
         Pair<T> p;
-        p.all(words + l, pair), p.turn(words + l, pair, by.size);
-        const auto even = released<PAST>(p, false, tile, at + l, by), odd = released<PAST>(p, true, tile, at + LANES + l, by);
+        p.all(words + l, pair), p.turn(words + l, pair, by.size), p.limit_by(by.size);
+        const auto even = released(p, false, tile, at + l, by), odd = released(p, true, tile, at + LANES + l, by);
         n[0][l] = by.alone ? p.turned * p.cosine * by.grid_scaled : even.n, open[0][l] = even.open;
         n[1][l] = by.alone ? p.turned * p.sine * by.grid_scaled : odd.n, open[1][l] = odd.open;
         any |= even.open | odd.open;
@@ -233,22 +262,20 @@ INLINE void release_by_lanes(const uint32_t *words, int pair, const Tile<T> &til
     for (int slot = 0; any && !by.alone && slot < 2; ++slot) {
         Open lanes = 0;
         for (int l = 0; l < W; ++l) lanes |= open[slot][l] << l;
-        settle(lanes, tile.sum + at + slot * LANES, n[slot], words, pair, slot == 1, block, by);
+        settle(lanes, tile.sum + at + slot * LANES, n[slot], words, pair, slot == 1, tile.block + lane, by);
     }
     for (int slot = 0; slot < 2; ++slot) std::copy(n[slot], n[slot] + W, tile.grad + at + slot * LANES);
 }
 
-// Those of a pair of slots.
-template <Past PAST, class T>
-INLINE void release(const uint32_t *words, int pair, const Tile<T> &tile, int at, int64_t block,
-                    const Amounts<T> &by) {
+// A pair of slots.
+template <class T, class By>
+INLINE void spend(const uint32_t *words, int pair, const Tile<T> &tile, int lane, const By &by) {
     if constexpr (Pair<T>::STEP == W) {
         Pair<T> p;
-        p.all(words, pair), p.turn(words, pair, by.size);
-        release<PAST>(p, false, tile, at, words, pair, block, by);
-        release<PAST>(p, true, tile, at + LANES, words, pair, block, by);
+        p.all(words, pair);
+        spend(p, tile, pair, lane, words, by);
     } else {
-        release_by_lanes<PAST>(words, pair, tile, at, block, by);
+        spend_by_lanes(words, pair, tile, lane, by);
     }
 }
 #endif

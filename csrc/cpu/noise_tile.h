@@ -11,8 +11,29 @@ namespace FASTDP_ISA {
 
 typedef uint32_t V __attribute__((vector_size(4 * W)));
 
+alignas(64) constexpr uint32_t numbers[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                              16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+
+// One of the sixteen numbers of ChaCha20's state, of HALVES times W blocks.
+template <int HALVES>
+struct Halves {
+    V part[HALVES];
+    INLINE Halves(uint32_t x) {
+        for (V &each : part) each = V{} + x;
+    }
+    INLINE void operator+=(const Halves &other) {
+        for (int h = 0; h < HALVES; ++h) part[h] += other.part[h];
+    }
+    INLINE void operator^=(const Halves &other) {
+        for (int h = 0; h < HALVES; ++h) part[h] ^= other.part[h];
+    }
+    INLINE void turn(int n) {
+        for (V &each : part) each = each << n | each >> (32 - n);
+    }
+};
+
 // The four steps of a quarter round, each for all four columns or diagonals.
-#define FASTDP_MIX(a, b, d, n) a += b, d ^= a, d = d << n | d >> (32 - n)
+#define FASTDP_MIX(a, b, d, n) a += b, d ^= a, d.turn(n)
 #define FASTDP_COLUMNS_1(n) \
     FASTDP_MIX(x0, x4, x12, n), FASTDP_MIX(x1, x5, x13, n), FASTDP_MIX(x2, x6, x14, n), FASTDP_MIX(x3, x7, x15, n)
 #define FASTDP_COLUMNS_2(n) \
@@ -40,16 +61,21 @@ INLINE void ahead(const Tile<T> &tile, int lane, int pair) {
 }
 
 constexpr int PAIRS = SLOTS / 2;
+// Groups at a time where normals are only added up: a round waits for its own results half of the time, and then other
+// blocks' can go on. With updates in between there are not enough registers for that.
+constexpr int AT_ONCE = W == 16 ? 2 : 1, STRIDE = AT_ONCE * W;
 
 #if FASTDP_W == 16
 // What is laid between the 80 steps of ten double rounds: the pieces of pairs, and updates. A pair is begun every 12
 // steps and done 20 steps later. No instruction stands in the queue long before its operands are there, and divisions
 // and square roots, which have one unit, stand apart.
-template <class Update>
+template <class Update, class By>
 INLINE void piece(int t, int pair, Pair<float> &p, const uint32_t *words, const Tile<float> &tile, int lane,
-                  const Amounts<float> &by, const Update &update) {
+                  const By &by, const Update &update) {
+    constexpr bool GATHERS = std::is_same<By, Share<float>>::value;
     const int at = 2 * pair * LANES + lane;
-    if (t == 0) p.uniform(words, pair), ahead<Update>(tile, lane, pair);
+    if (t == 0) p.uniform(words, pair);
+    if (t == 0 && !GATHERS) ahead<Update>(tile, lane, pair);
     if (t == 1) p.split();
     if (t == 2) p.log1(), p.log2();
     if (t == 3) p.log3();
@@ -62,29 +88,35 @@ INLINE void piece(int t, int pair, Pair<float> &p, const uint32_t *words, const 
     if (t == 10) p.circle3();
     if (t == 11) p.circle4();
     if (t == 12) p.circle5();
-    if (t == 13) p.circle6(), p.turn(words, pair, by.size);
-    if (t == 14) release<Update::PAST>(p, false, tile, at, words, pair, tile.block + lane, by);
-    if (t == 15) update.template apply<W>(tile, at);
-    if (t == 18) release<Update::PAST>(p, true, tile, at + LANES, words, pair, tile.block + lane, by);
-    if (t == 19) update.template apply<W>(tile, at + LANES);
+    if (t == 13) p.circle6();
+    if constexpr (GATHERS) {
+        if (t == 14) gather(p, tile, pair, lane, words, by);
+    } else {
+        if (t == 13) p.turn(words, pair, by.size), p.limit_by(by.size);
+        if (t == 14) release(p, false, tile, at, words, pair, tile.block + lane, by);
+        if (t == 15) update.template apply<W>(tile, at);
+        if (t == 18) release(p, true, tile, at + LANES, words, pair, tile.block + lane, by);
+        if (t == 19) update.template apply<W>(tile, at + LANES);
+    }
 }
 
-template <int STEP, class Update>
-INLINE void between(int i, Pair<float> (&p)[3], const uint32_t *words, const Tile<float> &tile, int lane,
-                    const Amounts<float> &by, const Update &update) {
+template <int STEP, class Update, class By>
+INLINE void between(int i, Pair<float> (&p)[3], const uint32_t *words, const Tile<float> &tile, int lane, const By &by,
+                    const Update &update) {
     const int now = 8 * i + STEP, pair = now / 12, t = now % 12;
     if (pair > 0) piece(t + 12, pair - 1, p[0], words, tile, lane, by, update);
     if (pair < PAIRS) piece(t, pair, p[0], words, tile, lane, by, update);
 }
 
 // In double, half the lanes of a pair are begun every 6 steps; three halves are under way at a time.
-template <class Update>
+template <class Update, class By>
 INLINE void piece(int t, int half, Pair<double> &p, const uint32_t *words, const Tile<double> &tile, int lane,
-                  const Amounts<double> &by, const Update &update) {
+                  const By &by, const Update &update) {
+    constexpr bool GATHERS = std::is_same<By, Share<double>>::value;
     const int pair = half / 2, at = 2 * pair * LANES + lane, with = at + half % 2 * 8;
     const uint32_t *w = words + half % 2 * 8;
     if (t == 0) p.uniform(w, pair);
-    if (t == 0 && half % 2 == 0) ahead<Update>(tile, lane, pair);
+    if (t == 0 && half % 2 == 0 && !GATHERS) ahead<Update>(tile, lane, pair);
     if (t == 1) p.split();
     if (t == 2) p.divide(), p.angle(w, pair);
     if (t == 3) p.circle1();
@@ -93,16 +125,20 @@ INLINE void piece(int t, int half, Pair<double> &p, const uint32_t *words, const
     if (t == 6) p.log2(), p.circle5();
     if (t == 7) p.log3(), p.circle6();
     if (t == 8) p.radius(), p.circle7();
-    const int64_t block = tile.block + lane + half % 2 * 8;
-    if (t == 11) p.turn(w, pair, by.size);
-    if (t == 12) release<Update::PAST>(p, false, tile, with, w, pair, block, by);
-    if (t == 13) release<Update::PAST>(p, true, tile, with + LANES, w, pair, block, by);
-    if (t == 13 && half % 2 == 1) update.template apply<W>(tile, at), update.template apply<W>(tile, at + LANES);
+    if constexpr (GATHERS) {
+        if (t == 12) gather(p, tile, pair, lane + half % 2 * 8, w, by);
+    } else {
+        const int64_t block = tile.block + lane + half % 2 * 8;
+        if (t == 11) p.turn(w, pair, by.size), p.limit_by(by.size);
+        if (t == 12) release(p, false, tile, with, w, pair, block, by);
+        if (t == 13) release(p, true, tile, with + LANES, w, pair, block, by);
+        if (t == 13 && half % 2 == 1) update.template apply<W>(tile, at), update.template apply<W>(tile, at + LANES);
+    }
 }
 
-template <int STEP, class Update>
-INLINE void between(int i, Pair<double> (&p)[3], const uint32_t *words, const Tile<double> &tile, int lane,
-                    const Amounts<double> &by, const Update &update) {
+template <int STEP, class Update, class By>
+INLINE void between(int i, Pair<double> (&p)[3], const uint32_t *words, const Tile<double> &tile, int lane, const By &by,
+                    const Update &update) {
     const int now = 8 * i + STEP;
     for (int begun = 2; begun >= 0; --begun) {
         const int half = now / 6 - begun;
@@ -112,38 +148,39 @@ INLINE void between(int i, Pair<double> (&p)[3], const uint32_t *words, const Ti
 }
 #else
 // Without a schedule: a pair and its updates behind six of the ten double rounds.
-template <int STEP, class T, class Update>
-INLINE void between(int i, Pair<T> (&)[3], const uint32_t *words, const Tile<T> &tile, int lane, const Amounts<T> &by,
+template <int STEP, class T, class Update, class By>
+INLINE void between(int i, Pair<T> (&)[3], const uint32_t *words, const Tile<T> &tile, int lane, const By &by,
                     const Update &update) {
     if (STEP < 7 || 3 * i % 5 > 2) return;
     const int pair = 3 * i / 5, at = 2 * pair * LANES + lane;
-    ahead<Update>(tile, lane, pair);
-    release<Update::PAST>(words, pair, tile, at, tile.block + lane, by);
+    if (Update::ARRAYS > 0) ahead<Update>(tile, lane, pair);
+    spend(words, pair, tile, lane, by);
     update.template apply<W>(tile, at);
     update.template apply<W>(tile, at + LANES);
 }
 #endif
 
-// Words of the W blocks from the stream's counter, a multiple of W, into `next` [16][W]; meanwhile, where SPEND, the
-// words of the group before are spent on the lanes from `lane` of `tile`.
-template <bool SPEND, class T, class Update>
+// Words of HALVES times W blocks from the stream's counter, a multiple of W, into `next` [HALVES][16][W]; meanwhile, where
+// SPEND, the words of the blocks before are spent on as many lanes from `lane` of `tile`.
+template <int HALVES, bool SPEND, class T, class By, class Update>
 INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, const Tile<T> &tile, int lane,
-                  const Amounts<T> &by, const Update &update) {
+                  const By &by, const Update &update) {
+    typedef Halves<HALVES> H;
     const uint32_t *s = stream.state, *f = stream.first;
-    V low;
-    for (int l = 0; l < W; ++l) low[l] = s[12] + (uint32_t)l;
-    V x0 = V{} + f[0], x1 = V{} + f[1], x2 = V{} + f[2], x3 = V{} + f[3], x4 = V{} + f[4], x5 = V{} + f[5];
-    V x6 = V{} + f[6], x7 = V{} + f[7], x8 = V{} + f[8], x9 = V{} + f[9], x10 = V{} + f[10], x11 = V{} + f[11];
-    V x12 = low, x13 = V{} + f[13], x14 = V{} + f[14], x15 = V{} + f[15];
-    Pair<T> p[3];
-#define FASTDP_BETWEEN(step) \
-    if (SPEND) between<step>(i, p, words, tile, lane, by, update)
+    H low = H(s[12]);
+    for (int half = 0; half < HALVES; ++half) low.part[half] += ((const V *)numbers)[half];
+    H x0(f[0]), x1(f[1]), x2(f[2]), x3(f[3]), x4(f[4]), x5(f[5]), x6(f[6]), x7(f[7]), x8(f[8]), x9(f[9]), x10(f[10]);
+    H x11(f[11]), x12 = low, x13(f[13]), x14(f[14]), x15(f[15]);
+    Pair<T> p[HALVES][3];
+#define FASTDP_BETWEEN(step)                                          \
+    if (SPEND) between<step>(i, p[0], words, tile, lane, by, update); \
+    if (SPEND && HALVES > 1) between<step>(i, p[HALVES - 1], words + 16 * W, tile, lane + W, by, update)
 #if FASTDP_W == 16
 #pragma GCC unroll 10
 #endif
     for (int i = 0; i < 10; ++i) {
         if (i == 0) {  // the first column but for its first sum; the others are done
-            x12 ^= x0, x12 = x12 << 16 | x12 >> 16;
+            x12 ^= x0, x12.turn(16);
             FASTDP_MIX(x8, x12, x4, 12), FASTDP_MIX(x0, x4, x12, 8), FASTDP_MIX(x8, x12, x4, 7);
             FASTDP_BETWEEN(0);
             FASTDP_BETWEEN(1);
@@ -168,11 +205,11 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
         FASTDP_BETWEEN(7);
     }
 #undef FASTDP_BETWEEN
-    V *out = (V *)next;
-    out[0] = x0 + s[0], out[1] = x1 + s[1], out[2] = x2 + s[2], out[3] = x3 + s[3], out[4] = x4 + s[4];
-    out[5] = x5 + s[5], out[6] = x6 + s[6], out[7] = x7 + s[7], out[8] = x8 + s[8], out[9] = x9 + s[9];
-    out[10] = x10 + s[10], out[11] = x11 + s[11], out[12] = x12 + low, out[13] = x13 + s[13], out[14] = x14 + s[14];
-    out[15] = x15 + s[15];
+    const H *rows[16] = {&x0, &x1, &x2, &x3, &x4, &x5, &x6, &x7, &x8, &x9, &x10, &x11, &x12, &x13, &x14, &x15};
+    for (int half = 0; half < HALVES; ++half) {
+        V *out = (V *)next + 16 * half;
+        for (int k = 0; k < 16; ++k) out[k] = rows[k]->part[half] + (k == 12 ? low.part[half] : V{} + s[k]);
+    }
 }
 
 inline void level_words(const uint32_t *state, int level, int64_t block, uint32_t *words) {
@@ -180,7 +217,7 @@ inline void level_words(const uint32_t *state, int level, int64_t block, uint32_
     Stream stream(state);
     stream.state[15] += (uint32_t)level << 16;  // of the upper half of the nonce
     stream.count_from(block - block % W);
-    group<false>(stream, part, nullptr, Tile<float>{}, 0, Amounts<float>{}, NoUpdate());
+    group<1, false>(stream, part, nullptr, Tile<float>{}, 0, Amounts<float>{}, NoUpdate());
     for (int k = 0; k < 16; ++k) words[k] = part[k * W + block % W];
 }
 
@@ -196,47 +233,76 @@ INLINE void without_noise(const Tile<T> &tile, T scale, const Update &update) {
     }
 }
 
-// n of a tile with the normals of earlier steps, which are added up first: the last ones before the first, which are
-// of the steps just before and mostly the largest, and are then in the fewest sums.
+// The stream that a tile's first words are of.
 template <class T>
-__attribute__((noinline)) void correlated(Tile<T> tile, const Amounts<T> &by) {
-    alignas(64) uint32_t words[2][16 * W];
-    alignas(64) T past[TILE], doubt[TILE], margin[TILE];
-    std::fill(past, past + TILE, (T)0), std::fill(doubt, doubt + TILE, (T)0), std::fill(margin, margin + TILE, (T)1);
-    tile.past = past, tile.doubt = doubt, tile.margin = margin;
-    const auto state_of = [&by](int draw) { return draw < 0 ? by.state : by.earlier[draw].state; };
-    Stream stream(state_of(by.count - 1));
-    stream.count_from(tile.block);
-    group<false>(stream, words[0], nullptr, Tile<T>{}, 0, by, NoUpdate());
-    int turn = 0;
+INLINE Stream first_of(const Amounts<T> &by) {
+    return Stream(by.count > 0 ? by.earlier[by.count - 1].state : by.state);
+}
+
+// Once in the code, so that the processor keeps it decoded.
+template <class T>
+__attribute__((noinline)) void gather_group(const Stream &stream, uint32_t *next, const uint32_t *words,
+                                            const Tile<T> &tile, int lane, const Share<T> &share) {
+    group<AT_ONCE, true>(stream, next, words, tile, lane, share, NoUpdate());
+}
+
+// n of a tile by the normals of this step and earlier ones, which are added up first: the last ones before the first,
+// which are of the steps just before and mostly the largest, and are then in the fewest sums. words: of the first draw; and
+// then of the tile from block `after` on.
+template <class T>
+__attribute__((noinline)) void correlated(Tile<T> tile, const Amounts<T> &by, uint32_t (&words)[2][AT_ONCE * 16 * W],
+                                          int &turn, int64_t after) {
+    alignas(64) T normals[TILE], doubt[TILE / 2];
+#pragma omp simd
+    for (int at = 0; at < TILE / 2; ++at) normals[at] = normals[at + TILE / 2] = doubt[at] = 0;
+    tile.normals = normals, tile.doubt = doubt;
+    Stream stream = first_of(by);
     for (int draw = by.count - 1; draw >= -1; --draw) {
-        const Amounts<T> share = draw < 0 ? by : amounts_of(by.earlier[draw], draw + 2, T());
-        for (int lane = 0; lane < LANES; lane += W, turn ^= 1) {
-            if (lane + W == LANES && draw >= 0) stream = Stream(state_of(draw - 1));
-            stream.count_from(tile.block + (lane + W) % LANES);
-            uint32_t *next = words[turn ^ 1], *now = words[turn];
-            if (draw < 0) {
-                group<true>(stream, next, now, tile, lane, share, AddPast());
-            } else {
-                group<true>(stream, next, now, tile, lane, share, Gather());
-            }
+        const Share<T> share = share_of(by, draw);
+        for (int lane = 0; lane < LANES; lane += STRIDE, turn ^= 1) {
+            const bool last = lane + STRIDE == LANES;
+            if (last) stream = draw < 0 ? first_of(by) : Stream(draw > 0 ? by.earlier[draw - 1].state : by.state);
+            stream.count_from(last ? (draw < 0 ? after : tile.block) : tile.block + lane + STRIDE);
+            gather_group(stream, words[turn ^ 1], words[turn], tile, lane, share);
         }
+    }
+    constexpr int STEP = Pair<T>::STEP, PARTS = LANES / STEP;
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        alignas(64) T n[LANES];
+        Open open[PARTS], any = 0;
+#if FASTDP_W == 16
+#pragma GCC unroll 4
+#endif
+        for (int part = 0; part < PARTS; ++part) {
+            const int lane = part * STEP;
+            const auto x = released_normals(tile, slot * LANES + lane, slot / 2 * LANES + lane, by);
+            put(n + lane, x.n), open[part] = x.open, any |= x.open;
+        }
+        for (int part = 0; any && part < PARTS; ++part) {
+            const int lane = part * STEP, at = slot * LANES + lane;
+            settle(open[part], tile.sum + at, n + lane, nullptr, slot / 2, slot % 2 == 1, tile.block + lane, by);
+        }
+        std::copy(n, n + LANES, tile.grad + slot * LANES);
     }
 }
 
 // The tiles [begin, end) of the work's list.
 template <class T, class Update>
 void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t end) {
-    alignas(64) uint32_t words[2][16 * W];
+    alignas(64) uint32_t words[2][AT_ONCE * 16 * W];
     alignas(64) T copy[4][TILE];
     if (begin >= end) return;
     const bool noisy = work.std != 0;
     const Amounts<T> by = amounts_of(work, T());
     Place place = place_of(work, begin);
-    Stream stream(work.state);
+    Stream stream = first_of(by);
     stream.count_from(place.tile * LANES);
     int turn = 0;
-    group<false>(stream, words[0], nullptr, Tile<T>{}, 0, by, NoUpdate());
+    if (by.count > 0) {
+        group<AT_ONCE, false>(stream, words[0], nullptr, Tile<T>{}, 0, by, NoUpdate());
+    } else {
+        group<1, false>(stream, words[0], nullptr, Tile<T>{}, 0, by, NoUpdate());
+    }
     for (int64_t number = begin; number < end; ++number) {
         const fastdp_tensor &x = work.tensors[place.tensor];
         const Place after = number + 1 < end ? place_after(work, place, number + 1) : place;
@@ -252,13 +318,13 @@ void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t e
         tile.block = place.tile * LANES;
         if (!noisy) without_noise(tile, by.scale, update);
         if (by.count > 0) {
-            correlated(tile, by);
+            correlated(tile, by, words, turn, after.tile * LANES);
             for (int at = 0; at < TILE; at += W) update.template apply<W>(tile, at);
         }
         for (int lane = 0; noisy && by.count == 0 && lane < LANES; lane += W, turn ^= 1) {
             const bool last = lane + W == LANES;
             stream.count_from(last ? after.tile * LANES : place.tile * LANES + lane + W);
-            group<true>(stream, words[turn ^ 1], words[turn], tile, lane, by, update);
+            group<1, true>(stream, words[turn ^ 1], words[turn], tile, lane, by, update);
         }
         const int count = to - from;
         if (work.keep && tile.grad == copy[0]) store(x.sum_type, copy[0] + from, count, x.sum, start + from);
@@ -278,7 +344,7 @@ inline void blocks(const uint32_t *given, uint32_t *words) {
     for (uint64_t lane = 0; lane < (uint64_t)LANES; ++lane) {
         const uint64_t column = (counter + lane) % W;
         stream.count_from((int64_t)(counter + lane - column));
-        group<false>(stream, part, nullptr, Tile<float>{}, 0, Amounts<float>{}, NoUpdate());
+        group<1, false>(stream, part, nullptr, Tile<float>{}, 0, Amounts<float>{}, NoUpdate());
         for (int k = 0; k < 16; ++k) words[k * LANES + lane] = part[k * W + column];
     }
 }

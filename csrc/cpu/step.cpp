@@ -11,7 +11,6 @@ using fastdp::Tile;
 template <class T, bool MOMENTUM>
 struct Sgd {
     static constexpr int ARRAYS = MOMENTUM ? 2 : 1;
-    static constexpr fastdp::Past PAST = fastdp::Past::NONE;
     T lr, momentum, undamped, weight_decay, sign;
     bool nesterov, first;
 
@@ -40,7 +39,6 @@ struct Sgd {
 template <class T, bool PLAIN>
 struct Adam {
     static constexpr int ARRAYS = 3;
-    static constexpr fastdp::Past PAST = fastdp::Past::NONE;
     T step_size, new_share, new_square_share, root_scale, eps, decay, l2, sign;
 
     template <int W>
