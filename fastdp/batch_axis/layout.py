@@ -18,7 +18,21 @@ from . import generations
 from .generations import Generation, is_forgotten, is_past, nothing
 from .host_values import at, in_some_order, made_known, numbered, on_host, same_numbers
 from .own_places import same_of_each, seen_through
-from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, OF_LABELS, PRESUMED, RELAID, TAGGED_AT, TOKEN, hold, storage_of
+from .tensor_notes import (
+    HELD,
+    INPUT,
+    LAYOUT,
+    MOMENT,
+    OF_LABELS,
+    PRESUMED,
+    RELAID,
+    TAGGED_AT,
+    TOKEN,
+    WITHOUT_DATA,
+    hold,
+    release,
+    storage_of,
+)
 
 NOBODY = -1  # owner of memory that no sample was written to
 
@@ -248,7 +262,7 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
             layout = None
         elif (moment := notes[MOMENT]) is not generations.current:
             if is_past(moment):
-                return None if PRESUMED in notes else stale_layout(tensor, batch)
+                return None if PRESUMED in notes or _left_as_constant(tensor) else stale_layout(tensor, batch)
             if is_forgotten(moment, layout):
                 layout = None
     if layout is None or layout.batch != batch:
@@ -262,6 +276,21 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     if base.__dict__.get(RELAID, -1) > notes.get(TAGGED_AT, -1):  # type: ignore[union-attr]
         return _seen_through(tensor, batch)
     return layout
+
+
+def holds_no_data(tensor: Tensor, writes: int = 0) -> bool:
+    """Whether a tensor with a layout was made of the data's shape alone (ones_like), and no data written to it since.
+    writes: that are seen just now."""
+    return getattr(storage_of(tensor), WITHOUT_DATA, None) == tensor._version - writes
+
+
+def _left_as_constant(tensor: Tensor) -> bool:
+    """Takes the layout off what holds no data, once its batch is over."""
+    if not holds_no_data(tensor):
+        return False
+    release(tensor)
+    tag(tensor, None)
+    return True
 
 
 def _seen_through(view: Tensor, batch: int) -> Layout | None:

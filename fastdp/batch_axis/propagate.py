@@ -17,18 +17,18 @@ from torch import Tensor
 
 from ..errors import FastDPError
 from ..utils.pytree import tensors_in
-from . import batch_positions, operator_table, tensor_notes, totals
+from . import batch_positions, generations, operator_table, tensor_notes, totals
 from .aliasing import written_through
 from .batch_positions import by_place, was_by_place
 from .calls import Call, Inputs, Tags, rule_of
 from .index_kinds import counted
-from .layout import Layout, layout_on, tag
+from .layout import Layout, holds_no_data, layout_on, tag
 from .operator_table import CONCATENATIONS, UNCHECKED
 from .probe_calls import cached_trial, fewer
 from .probing import any_whole, coupling, draws, is_blind_to_order
 from .python_reads import read_of
 from .sample_loops import of_no_numbers, of_one_sample
-from .tensor_notes import written
+from .tensor_notes import WITHOUT_DATA, storage_of, written
 
 
 def propagate(call: Call) -> str:
@@ -43,13 +43,17 @@ def propagate(call: Call) -> str:
         call.forget()
         return ""
     if not call.results() and call.name != "__setitem__":
+        generations.now().told = True
         return read_of(call, None) if call.batch > 1 else ""
     tags = layouts_of(call)
     for base, layout in call.bases:
         tag(base, layout)
     into = [(tensor, layout_on(tensor), _root(tensor)) for tensor in call.written()] if call.batch > 1 else ()
+    without_data = call.batch > 1 and _takes_no_data(call)
     for tensor, found in tags:
         tag(tensor, found)
+        if found is not None and (storage := storage_of(tensor)) is not None and (without_data or into):
+            setattr(storage, WITHOUT_DATA, tensor._version if without_data else None)
     for tensor, before, (root, held) in into:
         found = layout_on(tensor)
         if tensor._is_view():
@@ -98,6 +102,15 @@ def _of_new_memory(call: Call, tensor: Tensor, other: Tensor) -> Layout | None:
     if same and before.same_rows(layout, tensor.device):  # type: ignore[union-attr, arg-type]
         return layout
     return None if before is layout is None else call.combined("takes numbers of other samples")
+
+
+def _takes_no_data(call: Call) -> bool:
+    """Whether a call takes only shapes of data, or tensors made of them (`torch.rand_like(x) < 0.5`)."""
+    if generations.now().told:
+        return False  # what it is filled with may be what was read
+    of_shape = call.name in operator_table.LIKE and len(call.inputs()) == 1
+    written = {id(tensor) for tensor in call.written()}
+    return of_shape or all(holds_no_data(tensor, id(tensor) in written) for tensor, _ in call.inputs())
 
 
 def _root(tensor: Tensor) -> tuple[Tensor, Layout | None]:

@@ -66,6 +66,8 @@ OF_MODEL = "_fastdp_of_model"  # the memory of a parameter, or of what was compu
 OF_STATE = "_fastdp_of_state"  # by which forward without gradients it was found to hold no data
 FOREIGN = "_fastdp_foreign"  # memory that torch did not make: when it was compared with the data's
 
+WITHOUT_DATA = "_fastdp_without_data"  # has a layout, but was made of the data's shape alone: the version then
+
 # ------------------------------------------------------------------ storages that hold data
 
 _PRUNE = 1_000
