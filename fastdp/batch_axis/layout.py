@@ -28,9 +28,8 @@ from .tensor_notes import (
     RELAID,
     TAGGED_AT,
     TOKEN,
-    WITHOUT_DATA,
     hold,
-    release,
+    left_as_constant,
     storage_of,
 )
 
@@ -262,7 +261,7 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
             layout = None
         elif (moment := notes[MOMENT]) is not generations.current:
             if is_past(moment):
-                return None if PRESUMED in notes or _left_as_constant(tensor) else stale_layout(tensor, batch)
+                return None if PRESUMED in notes or left_as_constant(tensor) else stale_layout(tensor, batch)
             if is_forgotten(moment, layout):
                 layout = None
     if layout is None or layout.batch != batch:
@@ -276,21 +275,6 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     if base.__dict__.get(RELAID, -1) > notes.get(TAGGED_AT, -1):  # type: ignore[union-attr]
         return _seen_through(tensor, batch)
     return layout
-
-
-def holds_no_data(tensor: Tensor, writes: int = 0) -> bool:
-    """Whether a tensor with a layout was made of the data's shape alone (ones_like), and no data written to it since.
-    writes: that are seen just now."""
-    return getattr(storage_of(tensor), WITHOUT_DATA, None) == tensor._version - writes
-
-
-def _left_as_constant(tensor: Tensor) -> bool:
-    """Takes the layout off what holds no data, once its batch is over."""
-    if not holds_no_data(tensor):
-        return False
-    release(tensor)
-    tag(tensor, None)
-    return True
 
 
 def _seen_through(view: Tensor, batch: int) -> Layout | None:

@@ -22,13 +22,13 @@ from .aliasing import written_through
 from .batch_positions import by_place, was_by_place
 from .calls import Call, Inputs, Tags, rule_of
 from .index_kinds import counted
-from .layout import Layout, holds_no_data, layout_on, tag
+from .layout import Layout, layout_on, tag
 from .operator_table import CONCATENATIONS, UNCHECKED
 from .probe_calls import cached_trial, fewer
 from .probing import any_whole, coupling, draws, is_blind_to_order
 from .python_reads import read_of
 from .sample_loops import of_no_numbers, of_one_sample
-from .tensor_notes import WITHOUT_DATA, storage_of, written
+from .tensor_notes import WITHOUT_DATA, holds_no_data, storage_of, written
 
 
 def propagate(call: Call) -> str:

@@ -160,6 +160,24 @@ def release(tensor: Tensor) -> None:
         setattr(storage, HELD, None)
 
 
+def holds_no_data(tensor: Tensor, writes: int = 0) -> bool:
+    """Whether a tensor with a layout was made of the data's shape alone (ones_like), and no data written to it since.
+
+    writes: that are seen just now.
+    """
+    return getattr(storage_of(tensor), WITHOUT_DATA, None) == tensor._version - writes
+
+
+def left_as_constant(tensor: Tensor) -> bool:
+    """Takes the layout off what holds no data, once its batch is over."""
+    if not holds_no_data(tensor):
+        return False
+    release(tensor)
+    for note in (LAYOUT, HELD):
+        tensor.__dict__.pop(note, None)
+    return True
+
+
 def written(tensor: Tensor, layout: Any, before: Any) -> None:
     """A tensor (no view) was written to, and holds other samples' numbers now than before: what was known of its memory
     through other tensors is past. before: its layout then, None for a constant."""

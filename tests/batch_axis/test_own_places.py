@@ -53,6 +53,7 @@ OTHERS = {
     "an index assigned": lambda m, h: assigned(h, ROWS(len(h) - 1)),
     "halves assigned otherwise": lambda m, h: assigned(h, slice(2), slice(2, None)),
     "parts that overlap": lambda m, h: chunks_assigned(h, [0, 1], 3),
+    "a chunk assigned to zeros_like": lambda m, h: chunks_assigned(h, [0], 3, make=torch.zeros_like),
     "halves of other columns": lambda m, h: (
         assigned(h, slice(2), to=slice(2)) + assigned(h, slice(2, 4), to=slice(2, 4))
     ),
@@ -170,8 +171,10 @@ def without_gradients(m: Any, h: Tensor) -> Tensor:
         return h @ m.w[:C]
 
 
-def chunks_assigned(h: Tensor, starts: Any, size: int, between: Any = lambda z: None) -> Tensor:
-    z = h.new_zeros(h.shape)
+def chunks_assigned(
+    h: Tensor, starts: Any, size: int, between: Any = lambda z: None, make: Any = lambda h: h.new_zeros(h.shape)
+) -> Tensor:
+    z = make(h)
     for start in starts:
         z[start : start + size] = h[start : start + size].sin()
         between(z)
@@ -223,6 +226,7 @@ def mask_of(h: Tensor, write: Callable[[Tensor, int, Tensor], Any]) -> Tensor:
 
 SAME = {
     "chunks assigned": lambda m, h: chunks_assigned(h, range(0, len(h), 3), 3).cos(),
+    "chunks assigned to zeros_like": lambda m, h: chunks_assigned(h, range(0, len(h), 2), 2, make=torch.zeros_like),
     "chunks assigned, one by one": writing(
         lambda z, h: [z.__setitem__(slice(a, a + 1), h[a : a + 1].sin()) for a in range(len(h))]
     ),
