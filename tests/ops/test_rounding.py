@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from random import Random as random_numbers
 
 import pytest
 import torch
@@ -274,6 +275,28 @@ def test_a_sample_among_alike_ones_moves_the_float_sum_by_no_more_than_the_noise
     for sample in (0, samples // 2, samples - 1):
         moved = (whole - sums(every[every != sample])).flatten(1).norm(dim=1)
         assert bool((moved < 1 + bounds.of_sums(samples)).all()), "half of it is for batches larger than expected"
+
+
+@pytest.mark.parametrize("alike_ones", [True, False])
+def test_in_any_order_a_sample_moves_a_float_sum_by_no_more_than_is_proven(alike_ones: bool) -> None:
+    """docs/privacy.md: R (1 + n (n + 1) 2^-24), whatever the tree of sums."""
+    chance = random_numbers(7)
+    for n in (2, 5, 15, 60):
+        rows = torch.full((n, 3), 0.7) if alike_ones else torch.randn(n, 3)
+        rows = (rows / rows.double().norm(dim=1, keepdim=True)).float()
+        for one_by_one in (True, False):
+            order = [0] * (n - 1) if one_by_one else [chance.randrange(n - 1 - k) for k in range(n - 1)]
+
+            def total(without: int, rows: Tensor = rows, order: list[int] = order) -> Tensor:
+                parts = [torch.zeros(3) if k == without else row for k, row in enumerate(rows)]
+                for place in order:
+                    parts[place : place + 2] = [parts[place] + parts[place + 1]]
+                return parts[0].double()
+
+            whole = total(-1)
+            moved = max(float((whole - total(k)).norm() / rows[k].double().norm()) for k in range(n))
+            assert moved <= 1 + n * (n + 1) * UNIT
+    assert all(n * (n + 1) * UNIT <= bounds.MOVED * n for n in range(1, 16)), "and the noise is made for it"
 
 
 def test_many_samples_in_several_batches() -> None:
