@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -104,3 +104,19 @@ def check_parameters(params: Iterable[Tensor], engine: PerSampleGradients) -> No
             "optimizer with params= all that will be trained, frozen or not. (Lightning's BaseFinetuning replaces "
             "param_groups when it resumes a checkpoint: fastdp.lightning.DPCallback takes them up.)"
         )
+
+
+_OF_CLIPPING = {"clipping", "max_grad_norm", "style", "gamma"}
+FIXED = _OF_CLIPPING | {  # but for names under which a loop may keep something of its own (steps, loader)
+    "target_epsilon", "delta", "expected_batch_size", "loss_reduction", "sample_rate", "accountant", "target_quantile",
+    "quantile_rate", "count_noise", "batch_first", "rows_per_sample", "augmentations", "memory_budget", "seed",
+    "ledger", "graphed", "norms", "noise",
+}  # fmt: skip
+
+
+def refuse_assignment(optimizer: str, name: str) -> NoReturn:
+    """Raises AttributeError for an option that would have no effect as an attribute of a private optimizer."""
+    remedy = f"make a new {optimizer}(model, ..., {name}=...): the history goes on; load its state_dict()"
+    if name in _OF_CLIPPING:
+        remedy = f"call optimizer.set_clipping({name}=...) between steps"
+    raise AttributeError(f"{name} cannot be assigned: {optimizer} was made with it. To change it, {remedy}")

@@ -19,7 +19,7 @@ from ..errors import ParameterError, StepError
 from . import checkpoint, fused_update
 from .clipping import ClippingFunction
 from .drawn_noise import checked
-from .option_checks import check_parameters
+from .option_checks import FIXED, check_parameters, refuse_assignment
 from .plain_update import makes_state, unhooked, updated
 from .private_step import PrivateStep
 from .public_batches import PublicBatches
@@ -53,8 +53,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             The result of the closure, or None.
 
         Raises:
-            StepError: if the order of forward, backward and step has no private meaning, or a GradScaler scaled the
-                loss.
+            StepError: if the order of forward, backward and step has no private meaning, or a GradScaler took part.
             ParameterError: if parameters of the model were replaced since the optimizer was made.
         """
         with loss_tracking.swept():
@@ -132,6 +131,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """None while the optimizer is made. Also that of an optimizer which this one passes unknown names on to."""
         return getattr(self, "_privacy", None)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and self._privacy_or_none() and not getattr(getattr(type(self), name, None), "fset", None):
+            refuse_assignment(type(self).__name__, name)
+        super().__setattr__(name, value)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParameterError(
             "a private optimizer is tied to its model and cannot be copied or pickled: copy the model, make a new "
@@ -200,8 +204,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         A fourth number, if there is one, is the probability that a step's sample was cut to a largest size.
 
-        It begins with that of a state that was loaded, and of an optimizer of the same model that this one replaced.
-        Steps of a ledger= file that no loaded state holds are in `epsilon` alone.
+        It begins with that of a state that was loaded, and of an optimizer of the same model that this one replaced;
+        steps of a ledger= file that no loaded state holds are in `epsilon` alone.
         """
         return list(self._accounted().ledger.history)
 
@@ -244,9 +248,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Change the clipping between steps (mix-up training). Arguments that are None keep their value.
 
-        The accounting does not change, because the noise follows the new sensitivity. The arguments are those of
-        `privatize`. Raises ClippingError or ValueError if they are invalid, and StepError between a backward and its
-        step.
+        The accounting does not change, because the noise follows the new sensitivity. Arguments: those of `privatize`.
+        Raises ClippingError or ValueError if they are invalid, and StepError between a backward and its step.
         """
         self._attached().set_clipping(clipping, max_grad_norm, style, gamma)
 
@@ -270,8 +273,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def noise_state(self) -> dict[str, Any]:
         """Return {"key", "step"}, which determine the noise of the coming steps, so that a run can resume exactly.
 
-        Anyone who has the key can remove the noise from every released step. Keep the key as secret as the data, apart
-        from the model's checkpoints, and delete it when the run is over.
+        Anyone who has the key can remove the noise from every released step. Keep it as secret as the data, apart from
+        the model's checkpoints, and delete it when the run is over.
         """
         return self._attached().noise.state()
 
@@ -279,8 +282,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Draw the noise of the run from which the state comes, starting at the step of the state.
 
         Only to repeat the same steps on the same data: the same noise on two different sums reveals their difference,
-        and a step raises StepError if this process has drawn its noise for another sum.
-        Raises StepError if it is of another moment than the `state_dict()` that was loaded.
+        and a step raises StepError if this process has drawn its noise for another sum. Raises StepError if it is of
+        another moment than the `state_dict()` that was loaded.
         """
         checkpoint.load_noise(self._attached(), state)
 
@@ -312,10 +315,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
     ) -> GraphedStep | GraphedShapes:  # fmt: skip
         """Record the forward, loss and backward of a batch, to be replayed without Python.
 
-        On the CPU, or on one CUDA device, where each size becomes a CUDA graph if it can.
-
-        What is released does not change: norms, clipping, noise and ledger of a replayed step are those of every step,
-        and without randomness in the forward so are its numbers. Physical batches of a `poisson_loader` add up as ever.
+        On the CPU, or on one CUDA device, where each size becomes a CUDA graph if it can. What is released does not
+        change: norms, clipping, noise and ledger of a replayed step are those of every step, and without randomness in
+        the forward so are its numbers. Physical batches of a `poisson_loader` add up as ever.
 
         Args:
             loss_fn: `loss_fn(model, *batch) -> losses [B]`, the loss of each sample. It must not depend on anything
@@ -357,8 +359,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = self._privacy_or_none()
         if privacy is not None and not privacy.detached:
             privacy.close()
-
-    # ------------------------------------------------------------------ torch's own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train these parameters of the model too. Flat and layerwise clipping include them from now on.

@@ -13,6 +13,7 @@ from fastdp.errors import ClippingError, ParameterError
 from fastdp.mechanisms import DPFTRL
 from fastdp.optim.adaptive_clipping import OPTIONS, AdaptiveStep
 from fastdp.optim.budget_options import OF_BUDGET
+from fastdp.optim.option_checks import FIXED
 from fastdp.optim.private_step import PrivateStep
 
 from ..runs import model_of, steps
@@ -93,6 +94,19 @@ def test_a_wrong_name_is_refused_with_what_was_meant(wrong, said):
     with pytest.raises(TypeError, match=f"DPAdamW got an argument that it does not have: '{wrong}': .*{said}"):
         fastdp.DPAdamW(model, lr=0.1, noise_multiplier=1.0, **{wrong: 1.0})
     fastdp.DPAdamW(model, noise_multiplier=1.0).detach()  # nothing is left on the model
+
+
+def test_options_that_are_assigned_say_how_they_change():
+    """Nothing that looks like a change of the mechanism passes without one."""
+    optimizer = fastdp.DPSGD(model_of(0), lr=0.1, noise_multiplier=1.0, max_grad_norm=2.0, expected_batch_size=4)
+    assert FIXED <= {*keywords(fastdp.privatize)} and "noise_multiplier" not in FIXED
+    for name in FIXED:
+        with pytest.raises(AttributeError, match=rf"^{name} cannot be assigned.*[ .](set_clipping|DPSGD)\(.*{name}="):
+            setattr(optimizer, name, None)
+    optimizer.noise_multiplier, optimizer.own = 3.0, 1
+    assert (optimizer.noise_multiplier, optimizer.max_grad_norm) == (3.0, 2.0)
+    optimizer.set_clipping(max_grad_norm=0.5)
+    assert optimizer.max_grad_norm == 0.5
 
 
 def test_privatize_says_so_too():
