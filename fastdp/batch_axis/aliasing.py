@@ -114,10 +114,11 @@ def written_through(call: Call, view: Tensor, before: Layout | None, layout: Lay
     found = None
     if not layout.mixed and layout.order is None and view.shape[layout.dim : layout.dim + 1] == (layout.rows,):
         found = base_written(base, view, known, spread(layout.owners(view.device), layout.dim, view.shape), call.batch)
-    if found is None:
+    part = None if known is None else known.piece
+    if found is None or (part is not None and (before is None or before.piece != part)):  # parts through several views
         why = layout.mixed or call.mixed("writes rows of samples into memory where they cannot be followed")
         found = Layout(call.batch, mixed=why)
-    tag(base, found)
+    tag(base, found._replace(piece=layout.piece))
 
 
 def base_written(base: Tensor, view: Tensor, known: Layout | None, owners: Tensor, batch: int) -> Layout | None:

@@ -22,7 +22,7 @@ from .host_values import note_known, on_host
 from .layout import Layout, layout_on
 from .own_numbers import DRAWN, OWN_NUMBERS, cuts_a_row
 from .own_places import alike
-from .tensor_notes import ALIKE, MADE
+from .tensor_notes import ALIKE, MADE, version_of
 
 _CONSTANT, _RANDOM = "constant", "random"
 _HEAD = "head"  # the first part of a tensor of unseen origin, or made of that
@@ -203,7 +203,7 @@ def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False)
     """
     if tensor.stride(dim) == 0 or tensor.numel() == 0 or layout.alone >= 0:
         return True
-    key = (dim, tensor._version, layout[1:4])
+    key = (dim, version_of(tensor), layout[1:4])
     note = tensor.__dict__.get(ALIKE)
     if note is not None and note[0] == key and layout.owner is None:
         return bool(note[1])

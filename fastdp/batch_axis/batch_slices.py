@@ -87,8 +87,8 @@ def cut(source: Tensor, layout: Layout, found: Layout, rows: Tensor, by: Any = (
     note = source.__dict__.get(tensor_notes.CUT)
     if not _CUT_ONCE:
         _CUT_ONCE.append(True)
-    if note is None or note[1] != source._version:
-        note = source.__dict__[tensor_notes.CUT] = (next(_CUTS), source._version)
+    if note is None or note[1] != tensor_notes.version_of(source):
+        note = source.__dict__[tensor_notes.CUT] = (next(_CUTS), tensor_notes.version_of(source))
     piece = Piece(note[0], 0, tuple(counts), tuple(before), key)
     if len(piece.samples) == 1:
         return found._replace(piece=piece._replace(numbers=tuple(_integers(by))))

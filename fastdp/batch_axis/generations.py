@@ -33,7 +33,6 @@ class Generation:
     parent: of a moment of what is made, outside of forwards, of inputs and labels alone: that of the forward before.
     doubts: moments of other forwards, of whose such things this one made use, and what they were made by.
     joined: numbers of moments (its own, too) whose samples a loss has joined with its own, one by one.
-    told: whether Python has read numbers of its samples.
     token: kept by the tensors that are tagged now (but inputs and labels), so that its end tells when all are gone.
     """
 
@@ -48,14 +47,13 @@ class Generation:
         "doubts",
         "token",
         "joined",
-        "told",
         "_beside",
     )
     _count = itertools.count(1)
 
     def __init__(self, owner: Any = None, before: int = 0) -> None:
         self.owner, self.alive = owner, True
-        self.reached = self.survived = self.told = False
+        self.reached = self.survived = False
         self.number, self.before = next(Generation._count), before
         self.parent: Generation | None = None
         self.doubts: dict[Generation, str] = {}

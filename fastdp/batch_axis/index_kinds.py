@@ -18,6 +18,7 @@ from .calls import Call, Tags, bounds_of
 from .host_values import at, both_known, is_order, made_known, on_host
 from .layout import Layout, spread
 from .own_places import alike, same_of_each
+from .tensor_notes import version_of
 
 
 class Entry(NamedTuple):
@@ -306,7 +307,7 @@ def note_groups(call: Call, times: Tensor, by: Layout) -> None:
         return
     groups = torch.arange(by.rows, device=times.device).repeat_interleave(times)
     if len(groups) == len(call.out):
-        call.out.__dict__[tensor_notes.GROUPS] = (groups, repeated(by, times, groups), call.out._version)
+        call.out.__dict__[tensor_notes.GROUPS] = (groups, repeated(by, times, groups), version_of(call.out))
 
 
 def counted(call: Call) -> Tags | None:
@@ -315,7 +316,7 @@ def counted(call: Call) -> Tags | None:
         return None
     numbers, starts = call.args
     note = starts.__dict__.get(tensor_notes.GROUPS) if isinstance(starts, Tensor) else None
-    if note is None or note[2] != starts._version or not isinstance(numbers, Tensor):
+    if note is None or note[2] != version_of(starts) or not isinstance(numbers, Tensor):
         return None
     groups, layout, _ = note
     by = call.layout(starts)

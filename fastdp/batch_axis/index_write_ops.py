@@ -32,7 +32,7 @@ from .index_kinds import (
 from .layout import Layout, layout_of_rows, owner_of, spread
 from .operator_table import spellings
 from .own_numbers import DRAWN, OWN_NUMBERS, cuts_a_row
-from .tensor_notes import holds_no_data
+from .tensor_notes import filled
 from .totals import total_of
 from .written_constants import Write, of_constant
 
@@ -133,7 +133,7 @@ def with_part(call: Call, target: Tensor, value: Any, others: Any, found: Layout
     others: what an index says of other dimensions than the samples'.
     """
     source, before = call.layout(value), call.layout(target)
-    if holds_no_data(target, len(call.written())):  # zeros_like(h)
+    if filled(target, len(call.written())):  # zeros_like(h)
         before = None
     if found is None:
         return call.combined(MIXES)

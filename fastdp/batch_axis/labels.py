@@ -88,10 +88,10 @@ class Labels:
         """
         for tensor in call.tensors:
             note = tensor.__dict__.get(tensor_notes.PRESUMED)
-            if note is not None and note != (self.moment, tensor._version):
+            if note is not None and note != (self.moment, tensor_notes.version_of(tensor)):
                 del tensor.__dict__[tensor_notes.PRESUMED]
                 # (else what was written to them stands)
-                if note[1] == tensor._version or (note[0] != self.moment and _is_copy(tensor)):
+                if note[1] == tensor_notes.version_of(tensor) or (note[0] != self.moment and _is_copy(tensor)):
                     tag(tensor, None)  # the same labels again, in another step
         weights = class_weights(call)
         if isinstance(weights, Tensor) and weights.is_floating_point() and id(weights) not in self._met:
@@ -161,7 +161,7 @@ class Labels:
             return
         first = tensor.__dict__.setdefault(tensor_notes.SEEN_WITH, self.batch)
         if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):
-            tensor.__dict__[tensor_notes.PRESUMED] = (self.moment, tensor._version)
+            tensor.__dict__[tensor_notes.PRESUMED] = (self.moment, tensor_notes.version_of(tensor))
             tag(tensor, Layout(self.batch))
             tensor.__dict__[tensor_notes.LABELS] = Origin(frozenset((id(tensor),)), None, self.moment)
 

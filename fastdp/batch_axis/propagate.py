@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import FastDPError
 from ..utils.pytree import tensors_in
-from . import batch_positions, generations, operator_table, tensor_notes, totals
+from . import batch_positions, operator_table, tensor_notes, totals
 from .aliasing import written_through
 from .batch_positions import by_place, was_by_place
 from .calls import Call, Inputs, Tags, rule_of
@@ -28,7 +28,10 @@ from .probe_calls import cached_trial, fewer
 from .probing import any_whole, coupling, draws, is_blind_to_order
 from .python_reads import read_of
 from .sample_loops import of_no_numbers, of_one_sample
-from .tensor_notes import WITHOUT_DATA, holds_no_data, storage_of, written
+from .tensor_notes import FILLED, written
+
+_FILLS = {"ones_like": 1, "zeros_like": 0}
+_SIZED = {tensor_notes.COUNTED, tensor_notes.LONGEST}  # has a size that data made
 
 
 def propagate(call: Call) -> str:
@@ -43,23 +46,21 @@ def propagate(call: Call) -> str:
         call.forget()
         return ""
     if not call.results() and call.name != "__setitem__":
-        generations.now().told = True
         return read_of(call, None) if call.batch > 1 else ""
     tags = layouts_of(call)
     for base, layout in call.bases:
         tag(base, layout)
     into = [(tensor, layout_on(tensor), _root(tensor)) for tensor in call.written()] if call.batch > 1 else ()
-    without_data = call.batch > 1 and _takes_no_data(call)
     for tensor, found in tags:
         tag(tensor, found)
-        if found is not None and (storage := storage_of(tensor)) is not None and (without_data or into):
-            setattr(storage, WITHOUT_DATA, tensor._version if without_data else None)
+        if call.name in _FILLS and found is not None and found.plain and not _SIZED & call.args[0].__dict__.keys():
+            tensor.__dict__[FILLED] = (_FILLS[call.name], 0)
     for tensor, before, (root, held) in into:
         found = layout_on(tensor)
         if tensor._is_view():
             written_through(call, tensor, before, found and found._replace(shifted=None))
         elif before is not None and before != found:
-            tensor.__dict__[tensor_notes.RELAID] = tensor._version
+            tensor.__dict__[tensor_notes.RELAID] = tensor_notes.version_of(tensor)
         if (after := layout_on(root)) is not None and after != held:
             written(root, after, held)
     call.forget()
@@ -102,15 +103,6 @@ def _of_new_memory(call: Call, tensor: Tensor, other: Tensor) -> Layout | None:
     if same and before.same_rows(layout, tensor.device):  # type: ignore[union-attr, arg-type]
         return layout
     return None if before is layout is None else call.combined("takes numbers of other samples")
-
-
-def _takes_no_data(call: Call) -> bool:
-    """Whether a call takes only shapes of data, or tensors made of them (`torch.rand_like(x) < 0.5`)."""
-    if generations.now().told:
-        return False  # what it is filled with may be what was read
-    of_shape = call.name in operator_table.LIKE and len(call.inputs()) == 1
-    written = {id(tensor) for tensor in call.written()}
-    return of_shape or all(holds_no_data(tensor, id(tensor) in written) for tensor, _ in call.inputs())
 
 
 def _root(tensor: Tensor) -> tuple[Tensor, Layout | None]:

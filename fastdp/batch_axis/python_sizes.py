@@ -9,16 +9,12 @@ by chance: nothing is said until it follows the size. A factor that grows or shr
 
 from __future__ import annotations
 
-import dis
-import functools
-import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -27,6 +23,7 @@ from ..utils.code_location import FASTDP, TORCH, users
 from . import operator_table, tensor_notes
 from .batch_positions import is_random, made_in_sight
 from .calls import Call
+from .code_lines import has_name, is_named_square, is_number, is_written, literal_in_code, shape_dims
 from .layout import layout_on
 from .totals import share_of
 
@@ -93,12 +90,14 @@ class Sizes:
         others = self._lines.setdefault((frame.f_code, frame.f_lineno), set())
         dims: Sequence[int] = [dim] if dim is not None else ()
         if isinstance(found, tuple):
-            dims = _shape_dims(frame.f_code, frame.f_lineno)
+            dims = shape_dims(frame.f_code, frame.f_lineno)
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
             beside = {found} if found % batch or (dim is not None and dim % tensor.dim() != layout.dim) else set()
             if dim is None and found == tensor.numel() > 0 and tensor.dim():  # numel(): the size, times others
                 beside = beside | {found // tensor.size(layout.dim)}
+        if layout.alone >= 0:  # of one sample
+            beside = beside | set(found if isinstance(found, tuple) else (found,))
         others.update(beside)
         self._beside.update(beside)
         apart = dims and tensor.dim() and all(asked % tensor.dim() != layout.dim for asked in dims)
@@ -134,13 +133,13 @@ class Sizes:
             if out.device.type == "cpu" and (number is not None or (made_in_sight(args[0]) and not is_random(args[0]))):
                 number = out.item()  # of a range or of ones as many as there are samples, perhaps
         elif fills or name in operator_table.COMPUTING or (name in operator_table.OF_A_NUMBER and out.numel() == 1):
-            number = next((v for v in reversed(tree_leaves((args, kwargs))) if _is_number(v)), None)
+            number = next((v for v in reversed(tree_leaves((args, kwargs))) if is_number(v)), None)
         if number is None:
             return
         out.__dict__[tensor_notes.NUMBER] = number
         if self._codes and name not in operator_table.COMPUTING and tensor_notes.NUMBER_OF not in out.__dict__:
             found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
-            if found is not None and (number in self._told or not _is_written(number, self._codes)):
+            if found is not None and (number in self._told or not is_written(number, self._codes)):
                 out.__dict__[tensor_notes.NUMBER_OF] = found
 
     def has_told(self, number: float) -> bool:
@@ -148,9 +147,13 @@ class Sizes:
         neither written down there as a constant, nor a fraction, which no size is."""
         if self._codes and number != int(number):
             return self._is_inverse("inverse", self._batch, number)
+        if number in self._beside or (number != self._batch and _is_product(int(number), self._beside)):
+            return False  # as likely of other dimensions
         frame: Any = sys._getframe(2) if self._codes else None
         while frame is not None:
-            if not _is_ours(frame.f_code.co_filename) and literal_in_code(frame, number, self._codes):
+            if not _is_ours(frame.f_code.co_filename) and (
+                literal_in_code(frame, number, self._codes) or is_named_square(frame, number, self._batch)
+            ):
                 return False
             if frame.f_code in self._codes:
                 return True
@@ -177,7 +180,7 @@ class Sizes:
             notes = value.__dict__ if isinstance(value, Tensor) else {}
             number: Any = notes.get(tensor_notes.NUMBER) if isinstance(value, Tensor) else value
             doubtful = isinstance(value, Tensor) and tensor_notes.NUMBER_OF not in notes
-            if _is_number(number) and (found := self._of(call, float(number), doubtful))[0]:
+            if is_number(number) and (found := self._of(call, float(number), doubtful))[0]:
                 return found
             if number is not None and (origin := notes.get(tensor_notes.NUMBER_OF)):
                 return f"{call.mixed()} computes with {number:g}, made of {origin}", False
@@ -206,12 +209,16 @@ class Sizes:
         if share and total:
             return f"{call.mixed()} computes with {number:g}, made of a power of the number of samples", True
         if share < 0:
-            call.out.__dict__[tensor_notes.SHARE] = (call.out._version, certain)
+            call.out.__dict__[tensor_notes.SHARE] = (tensor_notes.version_of(call.out), certain)
             return "", False
         frame: Any = users(sys._getframe(1))
         others = None if frame is None else self._lines.get((frame.f_code, frame.f_lineno))
         asks = others is not None and _BATCH in others and not any(_same(number, size) for size in others)
-        asks = asks and not _has_name(frame, number)
+        asks = asks and not has_name(frame, number) and not is_named_square(frame, number, call.batch)
+        shares = (number / call.batch, call.batch / number, call.batch * number)  # of a constant of that line: B / 60
+        asks = asks and (
+            _may_be_of(number, call.batch) or any(literal_in_code(frame, share, self._codes) for share in shares)
+        )
         if not (asks or certain or "with a size" in why):
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
@@ -274,7 +281,7 @@ class Sizes:
             return "", False  # as likely of another dimension
         followed = self._followed.setdefault(place, _Followed())
         certain = followed.take(self._forwards, source, number, bool(what))
-        doubtful = doubtful or followed.enough > 2 or _is_written(number, self._codes)
+        doubtful = doubtful or followed.enough > 2 or is_written(number, self._codes)
         if not what or (doubtful and not certain):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
@@ -305,76 +312,6 @@ class Sizes:
         return [*self._told.items(), (batch, f"the number of samples ({batch})")]
 
 
-def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
-    """Whether the line that computes with a number has it written down."""
-    frame = users(sys._getframe(2))
-    return frame is not None and literal_in_code(frame, number, asking)
-
-
-def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
-    """Whether the line at which a frame is has a number written down, or names a global that is this number, or an
-    attribute of a module that neither this code nor the one that asked for sizes assigns."""
-    constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
-    stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
-    modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
-    known: list[Any] = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
-    if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
-        held = [frame.f_globals.get(name) for name in globals_]
-        known += [number for value in held for number in (value if isinstance(value, list | tuple) else (value,))]
-    return any(_is_number(value) and abs(value) == abs(number) for value in (*constants, *known))
-
-
-def _has_name(frame: Any, number: float) -> bool:
-    """Whether the line at which a frame is has a number written down, or under a name: a variable's, an attribute's."""
-    constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
-    held = [*frame.f_locals.values(), *(frame.f_globals.get(name) for name in globals_)]
-    inner = [getattr(value, "__dict__", None) or (value if isinstance(value, dict) else {}) for value in held]
-    known = [*constants, *held]
-    known += [fields.get(name) for fields in inner for name in (*names, *fields) if isinstance(name, str)]
-    return any(_is_number(value) and abs(value) == abs(number) for value in known)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shape_dims(code: CodeType, line: int) -> tuple[int, ...]:
-    """The dimensions whose sizes a line takes of shapes, `x.shape[1]`; none if it may take all."""
-    *_, dims = _lines_of(code).get(line, _NOTHING)
-    return () if None in dims else tuple(dim for dim in dims if dim is not None)
-
-
-_Line = tuple[list[float], list[str], list[str], list[int | None]]
-_NOTHING: _Line = ([], [], [], [])
-
-
-@functools.lru_cache(maxsize=1024)
-def _lines_of(code: CodeType) -> dict[int, _Line]:
-    """By line: the numbers that it has written down, the attributes and the globals that it names, and the dimensions
-    that it takes of shapes (None: all)."""
-    found: dict[int, _Line] = {}
-    line, steps = code.co_firstlineno, list(dis.get_instructions(code))
-    for step, *after in itertools.zip_longest(steps, steps[1:], steps[2:]):
-        positions = getattr(step, "positions", None)
-        line = (positions.lineno if positions is not None else step.starts_line) or line
-        constants, names, globals_, dims = found.setdefault(line, ([], [], [], []))
-        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
-            constants += filter(_is_number, step.argval if isinstance(step.argval, tuple) else (step.argval,))
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            names.append(step.argval)
-            dims += [None] * (step.argval == "size")
-            if step.argval == "shape":
-                index, then = after
-                at = index is not None and type(index.argval) is int and index.opname.startswith("LOAD_")
-                dims.append(index.argval if at and (then.opname == "BINARY_SUBSCR" or then.argrepr == "[]") else None)
-        elif step.opname == "LOAD_GLOBAL":
-            globals_.append(step.argval)
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _stored_by(code: CodeType) -> frozenset[str]:
-    """The attributes that code assigns: counters, averages."""
-    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
-
-
 def _is_ours(name: str) -> bool:
     return name.endswith(_LIBRARY) or name.startswith(FASTDP)
 
@@ -382,11 +319,21 @@ def _is_ours(name: str) -> bool:
 def _number_in(value: Any) -> float | None:
     """A number of Python, or the one that a constant tensor was made of."""
     found = value.__dict__.get(tensor_notes.NUMBER) if isinstance(value, Tensor) else value
-    return found if _is_number(found) else None
+    return found if is_number(found) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | numpy.number) and not isinstance(value, bool)
+def _is_product(number: int, sizes: Iterable[int]) -> bool:
+    """Whether a number is a product of some of these."""
+    return number == 1 or any(
+        size > 1 and number > 0 and number % size == 0 and _is_product(number // size, sizes) for size in sizes
+    )
+
+
+def _may_be_of(number: float, batch: int) -> bool:
+    """Whether a number, or its inverse, is what losses are scaled by that know the number of samples."""
+    size, root = max(abs(number), 1 / abs(number)), math.sqrt(batch)
+    powers = (batch, batch - 1, batch + 1, batch**2, batch * (batch - 1), batch * (batch - 1) / 2, root, batch * root)
+    return any(math.isclose(size, one, rel_tol=1e-6) for one in (*powers, *map(math.log, powers[:3]), math.log2(batch)))
 
 
 def _same(number: float, told: float, roots: bool = True) -> bool:

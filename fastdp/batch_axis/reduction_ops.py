@@ -15,6 +15,7 @@ from .calls import Answer, Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
 from .propagate import ask
+from .tensor_notes import version_of
 from .totals import equal_counts, note_terms, total_of
 
 T = torch.Tensor
@@ -62,7 +63,7 @@ def _of_spread(call: Call, at: Spread, dims: Any) -> Tags | None:
     if len(over) == call.args[0].dim() or call.out.numel() == 1:
         return gathered(call, "sum")
     if at.by == "sum":
-        call.out.__dict__[tensor_notes.SPREAD] = at._replace(versions=(at.versions[0], call.out._version))
+        call.out.__dict__[tensor_notes.SPREAD] = at._replace(versions=(at.versions[0], version_of(call.out)))
         return call.all_combined("combines samples with each other")
     return None
 
@@ -102,7 +103,7 @@ class Spread(NamedTuple):
     by: str
     source: Tensor
     layout: Layout
-    versions: tuple[int, int]
+    versions: tuple[float, float]
     dim: int = 0
 
 
@@ -110,14 +111,16 @@ def spread(call: Call, by: str, why: str, dim: int = 0) -> Tags:
     """Tags of a result in which no row is one sample's, but which may be added up."""
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is not None and not layout.mixed and layout.alone < 0 and isinstance(call.out, Tensor):
-        call.out.__dict__[tensor_notes.SPREAD] = Spread(by, source, layout, (source._version, call.out._version), dim)
+        call.out.__dict__[tensor_notes.SPREAD] = Spread(
+            by, source, layout, (version_of(source), version_of(call.out)), dim
+        )
     return call.all_combined(why)
 
 
 def spread_in(tensor: Tensor) -> Spread | None:
     """Where the terms lie, if neither the tensor nor what it was made of was written to since."""
     found: Spread | None = tensor.__dict__.get(tensor_notes.SPREAD)
-    return found if found is not None and found.versions == (found.source._version, tensor._version) else None
+    return found if found is not None and found.versions == (version_of(found.source), version_of(tensor)) else None
 
 
 def gathered(call: Call, by: str, takes: Callable[[Spread], bool] = lambda found: True) -> Tags | None:

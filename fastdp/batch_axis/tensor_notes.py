@@ -12,6 +12,7 @@ notes that it holds data, and every tensor that a call takes is asked whose memo
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from weakref import ref as _ref
 
@@ -46,6 +47,7 @@ GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`
 MADE = "_fastdp_made"  # how it was made within sight, and during which batch's forward or loss
 ALIKE = "_fastdp_alike"  # a dimension, the version, and whether the rows along it are alike
 KNOWN = "_fastdp_known"  # its numbers, of sizes alone (`batch_axis.host_values`), in the batch and version noted there
+FILLED = "_fastdp_filled"  # made by ones_like or zeros_like of whole data, whose layout it has: the number, the version
 SHAPED = "_fastdp_shaped"  # the layout of the data whose shape it took
 NUMBER = "_fastdp_number"  # made of one number: that number
 NUMBER_OF = "_fastdp_number_of"  # of which size such a number was made
@@ -65,8 +67,6 @@ HELD = "_fastdp_held"  # (and on each tensor with a layout) what the memory held
 OF_MODEL = "_fastdp_of_model"  # the memory of a parameter, or of what was computed of parameters alone
 OF_STATE = "_fastdp_of_state"  # by which forward without gradients it was found to hold no data
 FOREIGN = "_fastdp_foreign"  # memory that torch did not make: when it was compared with the data's
-
-WITHOUT_DATA = "_fastdp_without_data"  # has a layout, but was made of the data's shape alone: the version then
 
 # ------------------------------------------------------------------ storages that hold data
 
@@ -153,6 +153,11 @@ def _is_part(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     return tensor.numel() * tensor.element_size() < storage.nbytes()
 
 
+def version_of(tensor: Tensor) -> float:
+    """How often a tensor was written to. Of those of inference mode nobody counts it: no note on them is valid."""
+    return math.nan if tensor.is_inference() else tensor._version
+
+
 def release(tensor: Tensor) -> None:
     """What was taken for data is none after all: forget it of the tensor's memory."""
     storage = storage_of(tensor)
@@ -160,20 +165,18 @@ def release(tensor: Tensor) -> None:
         setattr(storage, HELD, None)
 
 
-def holds_no_data(tensor: Tensor, writes: int = 0) -> bool:
-    """Whether a tensor with a layout was made of the data's shape alone (ones_like), and no data written to it since.
-
-    writes: that are seen just now.
-    """
-    return getattr(storage_of(tensor), WITHOUT_DATA, None) == tensor._version - writes
+def filled(tensor: Tensor, writes: int = 0) -> bool:
+    """Whether a tensor is one of ones_like or zeros_like that was not written to. writes: but for these, just now."""
+    note = tensor.__dict__.get(FILLED)
+    return note is not None and note[1] == version_of(tensor) - writes
 
 
 def left_as_constant(tensor: Tensor) -> bool:
-    """Takes the layout off what holds no data, once its batch is over."""
-    if not holds_no_data(tensor):
+    """Takes the layout off such a tensor, once its batch is over. Its numbers say whether data was written to it."""
+    if not filled(tensor) or not bool((tensor == tensor.__dict__[FILLED][0]).all()):
         return False
     release(tensor)
-    for note in (LAYOUT, HELD):
+    for note in (LAYOUT, HELD, FILLED):
         tensor.__dict__.pop(note, None)
     return True
 

@@ -28,7 +28,7 @@ def total_of(call: Call, tensor: Tensor, source: Layout, kind: str) -> Layout:
     """The layout of a sum over the samples (or a mean, by a number that shapes tell) of rows laid out like this."""
     why = call.mixed("combines the samples of the batch")
     version, certain = next(t.__dict__.get(tensor_notes.SHARE, (-1, False)) for t in call.tensors[:1])
-    if version >= 0 and version == call.tensors[0]._version:  # terms that were divided, each
+    if version >= 0 and version == tensor_notes.version_of(call.tensors[0]):  # terms that were divided, each
         kind = ("mean" if certain else "either") if kind == "sum" else "other" if certain else kind
     fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.is_row_index
     piece = source.piece and source.piece._replace(past=hash((source.piece.past, call.name, source.rows)))
@@ -44,7 +44,7 @@ def follow(call: Call) -> Tags | None:
         carry_terms(call)
     if not any(layout.total for _, layout in inputs):
         return None
-    if call.name in operator_table.SHAPED:
+    if call.name in operator_table.SHAPED and not any(layout.total for t, layout in inputs if t is not call.args[0]):
         return [(tensor, None) for tensor in outputs]
     if call.name == "__setitem__":
         layout = call.combined("writes a sum over the samples into memory")
@@ -167,7 +167,7 @@ def sums_of_single_samples(call: Call) -> Tags | None:
 def note_terms(out: Tensor, source: Tensor, layout: Layout) -> None:
     """Remember what a number was summed from, in case a total is divided by it."""
     if not out.requires_grad:
-        out.__dict__[tensor_notes.TERMS] = (source, layout, source._version)
+        out.__dict__[tensor_notes.TERMS] = (source, layout, tensor_notes.version_of(source))
 
 
 def carry_terms(call: Call) -> None:
@@ -186,7 +186,7 @@ def _even(number: Tensor) -> bool:
     if note is None:
         return False
     source, layout, version = note
-    return source._version == version and equal_parts(source, layout)
+    return tensor_notes.version_of(source) == version and equal_parts(source, layout)
 
 
 def equal_parts(source: Tensor, layout: Layout) -> bool:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..batch_axis import operator_table, tensor_notes
 from ..batch_axis.calls import Call
+from ..batch_axis.code_lines import literal_in_code
 from ..batch_axis.layout import tag_of
-from ..batch_axis.python_sizes import Sizes, literal_in_code
+from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.tensor_notes import is_new_foreign
 from ..utils.code_location import users
 

@@ -119,10 +119,7 @@ def problem_of(
             if grouped:  # of one person's records, perhaps
                 return LossNotFollowedWarning(_LOST)
             chance = any(words in layout.mixed for words in _MET_BY_CHANCE)
-            remedy = (
-                " Or is a tensor of no sample (prototypes, a teacher's buffer), and has as many rows as the batch? Say "
-                "so, by fastdp.mark_rows(tensor, None)."
-            ) * chance
+            remedy = (_OF_NONE if chance else "") + (_OF_ONE if _ROWS_MEET in layout.mixed else "")
             return SampleMixingError(REFUSED.format(layout.mixed) + remedy, layout.mixed)
         if (
             layout.piece is not None and layout.piece.one_by_one and not OWN_NUMBERS
@@ -171,6 +168,15 @@ REFUSED = (
     "several samples must share, make a constant."
 )
 _MET_BY_CHANCE = "samples with each other", "lie in different dimensions"
+_OF_NONE = (
+    " Or is a tensor of no sample (prototypes, a teacher's buffer), and has as many rows as the batch? Say so, by "
+    "fastdp.mark_rows(tensor, None)."
+)
+_ROWS_MEET = "combines rows of different samples"
+_OF_ONE = (
+    " Or are several rows of the model's input one sample (pairs, concatenated)? Concatenate them within the forward, "
+    "or say so before it: fastdp.mark_rows(x, torch.arange(n).repeat(2), samples=n)."
+)
 
 
 def takes(forward: Pass, tensor: Tensor) -> bool:

@@ -273,6 +273,30 @@ SCALED = {  # losses of outputs o, and whether they are warned of at once
 }
 
 
+def by_shape(o: Tensor) -> Tensor:
+    o = o[:, None].expand(-1, 24).unflatten(1, (-1, 2))
+    rows, columns = o.shape[1:]
+    return o.sum((1, 2)).mean() / (rows * columns) + o.sum() / o.size(0) / o[0].numel()
+
+
+def by_steps(o: Tensor) -> Tensor:
+    o, total = torch.stack([o] * 12, 1), torch.zeros(())
+    for t in range(o.size(1)):
+        total = total + o[:, t].mean()
+    return total / o.size(1)
+
+
+def distilled(o: Tensor, temperature: int = 4, share: float = 0.7) -> Tensor:
+    return o.sum() / o.size()[0] * (temperature**2) + o.sum() / o.size()[0] * (1 - share) + o.mean()
+
+
+@pytest.mark.parametrize("loss", [by_shape, by_steps, distilled])
+def test_numbers_beside_the_size_that_are_of_none(loss: Callable[[Tensor], Tensor]) -> None:
+    """Whatever of them is a multiple of the batch's size by chance."""
+    for sizes in ([16], [8], [12], [16, 15, 8, 3, 12, 6]):
+        assert not _scaled(loss, sizes)
+
+
 def _scaled(loss: Callable[[Tensor], Tensor], sizes: list[int]) -> list[str]:
     torch.manual_seed(0)
     model = nn.Linear(D, 3)

@@ -53,6 +53,16 @@ OTHERS = {
     "an index assigned": lambda m, h: assigned(h, ROWS(len(h) - 1)),
     "halves assigned otherwise": lambda m, h: assigned(h, slice(2), slice(2, None)),
     "parts that overlap": lambda m, h: chunks_assigned(h, [0, 1], 3),
+    "a chunk through the transpose": lambda m, h: written_through(h, lambda z: z.T[:, :3].copy_(h[:3].T)),
+    "a chunk through a view of columns": lambda m, h: written_through(
+        h, lambda z: z[:, :2].__setitem__(slice(3), h[:3, :2])
+    ),
+    "a chunk through a view of rows": lambda m, h: written_through(h, lambda z: z[:3].__setitem__(slice(None), h[:3])),
+    "flat places through a view": lambda m, h: written_through(
+        h, lambda z: z.view(-1).__setitem__(slice(2 * C), h.reshape(-1)[: 2 * C])
+    ),
+    "a mean in the shape of one": lambda m, h: h * torch.full_like(h[0], h.sum().detach()),
+    "a mean in the shape of all": lambda m, h: h * h.new_full(h.shape, h.mean().detach()),
     "a chunk assigned to zeros_like": lambda m, h: chunks_assigned(h, [0], 3, make=torch.zeros_like),
     "halves of other columns": lambda m, h: (
         assigned(h, slice(2), to=slice(2)) + assigned(h, slice(2, 4), to=slice(2, 4))
@@ -158,6 +168,12 @@ def parts_written(memory: Tensor, h: Tensor) -> Tensor:
     torch.tanh(h[:2], out=memory[:2])
     torch.mul(h[2:], -9, out=memory[2:])
     return memory
+
+
+def written_through(h: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
+    z = h.new_zeros(h.shape)
+    write(z)
+    return z
 
 
 def columns_assigned(h: Tensor, first: slice, second: slice, values: Tensor) -> Tensor:

@@ -346,3 +346,44 @@ def test_a_table_that_has_as_many_rows_as_the_batch_may_be_marked(table: torch.T
     distance(torch.randn(6, 6, 4)).backward()
     assert engine.norms().shape == (6,)
     engine.detach()
+
+
+def test_pairs_that_the_loop_concatenates_say_how() -> None:
+    """Chosen and rejected texts in one forward. The remedy of the message works."""
+    for mark in (False, True):
+        model, x = nn.Linear(D, 1), torch.randn(12, D)
+        engine = fastdp.PerSampleGradients(model)
+        if mark:
+            x = fastdp.mark_rows(x, torch.arange(6).repeat(2), samples=6)
+        chosen, rejected = model(x).squeeze(-1).chunk(2)
+        loss = -F.logsigmoid(chosen - rejected).mean()
+        if mark:
+            loss.backward()
+            norms = engine.norms()
+            engine.detach()
+            for i in range(6):
+                own = -F.logsigmoid(-model(x[[i, i + 6]].detach()).diff(dim=0)).sum()
+                grads = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
+                whole = torch.cat([g.flatten() for g in grads if g is not None]).norm()
+                torch.testing.assert_close(norms[i], whole, rtol=1e-5, atol=1e-7)
+        else:
+            with pytest.raises(SampleMixingError, match=r"concatenated.*mark_rows\(x, torch.arange\(n\).repeat"):
+                loss.backward()
+
+
+def test_figures_in_inference_mode_before_the_backward() -> None:
+    """Nobody counts how often its tensors are written to."""
+    model = nn.Linear(D, C)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=6)
+    for _ in range(2):
+        x, y = torch.randn(6, D), torch.randint(0, C, (6,))
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        with torch.inference_mode():
+            F.one_hot(y, C).float().mul_(out).sum()
+            out.topk(2).indices.eq(y[:, None]).any(1).sum().item()
+            torch.zeros_like(out)[:3].add_(1)
+            torch.ones_like(out).cumsum(0)[y]
+        loss.backward()
+        optimizer.step()
+    optimizer.detach()

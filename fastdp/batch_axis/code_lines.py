@@ -1,0 +1,99 @@
+"""What stands in the lines of code that compute with numbers: constants, names, the dimensions whose sizes they ask."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+import numpy
+import torch
+
+from ..utils.code_location import users
+
+
+def is_written(number: float, asking: Iterable[CodeType]) -> bool:
+    """Whether the line that computes with a number has it written down."""
+    frame = users(sys._getframe(2))
+    return frame is not None and literal_in_code(frame, number, asking)
+
+
+def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
+    """Whether the line at which a frame is has a number written down, or names a global that is this number, or an
+    attribute of a module that neither this code nor the one that asked for sizes assigns."""
+    constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
+    stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
+    modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
+    known: list[Any] = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
+    if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
+        held = [frame.f_globals.get(name) for name in globals_]
+        known += [number for value in held for number in (value if isinstance(value, list | tuple) else (value,))]
+    return any(is_number(value) and abs(value) == abs(number) for value in (*constants, *known))
+
+
+def has_name(frame: Any, number: float) -> bool:
+    """Whether the line at which a frame is has a number written down, or under a name: a variable's, an attribute's."""
+    constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
+    held = [*frame.f_locals.values(), *(frame.f_globals.get(name) for name in globals_)]
+    inner = [getattr(value, "__dict__", None) or (value if isinstance(value, dict) else {}) for value in held]
+    known = [*constants, *held]
+    known += [fields.get(name) for fields in inner for name in (*names, *fields) if isinstance(name, str)]
+    return any(is_number(value) and abs(value) == abs(number) for value in known)
+
+
+def is_named_square(frame: Any, number: float, batch: int) -> bool:
+    """Whether a number is the square of a variable at the line at which a frame is, T**2, that is no batch's size."""
+    root, (_, _, globals_, _) = math.isqrt(int(abs(number))), _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
+    known = (*frame.f_locals.values(), *(frame.f_globals.get(name) for name in globals_))
+    square = root not in (0, 1, batch) and root * root == abs(number)
+    return square and any(is_number(value) and value == root for value in known)
+
+
+@functools.lru_cache(maxsize=4096)
+def shape_dims(code: CodeType, line: int) -> tuple[int, ...]:
+    """The dimensions whose sizes a line takes of shapes, `x.shape[1]`; none if it may take all."""
+    *_, dims = _lines_of(code).get(line, _NOTHING)
+    return () if None in dims else tuple(dim for dim in dims if dim is not None)
+
+
+_Line = tuple[list[float], list[str], list[str], list[int | None]]
+_NOTHING: _Line = ([], [], [], [])
+
+
+@functools.lru_cache(maxsize=1024)
+def _lines_of(code: CodeType) -> dict[int, _Line]:
+    """By line: the numbers that it has written down, the attributes and the globals that it names, and the dimensions
+    that it takes of shapes (None: all)."""
+    found: dict[int, _Line] = {}
+    line, steps = code.co_firstlineno, list(dis.get_instructions(code))
+    for step, *after in itertools.zip_longest(steps, steps[1:], steps[2:]):
+        positions = getattr(step, "positions", None)
+        line = (positions.lineno if positions is not None else step.starts_line) or line
+        constants, names, globals_, dims = found.setdefault(line, ([], [], [], []))
+        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
+            constants += filter(is_number, step.argval if isinstance(step.argval, tuple) else (step.argval,))
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.append(step.argval)
+            dims += [None] * (step.argval == "size")
+            if step.argval == "shape":
+                index, then = after
+                at = index is not None and type(index.argval) is int and index.opname.startswith("LOAD_")
+                dims.append(index.argval if at and (then.opname == "BINARY_SUBSCR" or then.argrepr == "[]") else None)
+        elif step.opname == "LOAD_GLOBAL":
+            globals_.append(step.argval)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_by(code: CodeType) -> frozenset[str]:
+    """The attributes that code assigns: counters, averages."""
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | numpy.number) and not isinstance(value, bool)
