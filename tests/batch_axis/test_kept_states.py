@@ -75,46 +75,6 @@ def test_constants_made_once_are_no_state(name: str, sizes: tuple[int, ...]) -> 
     run(forward, sizes=sizes)
 
 
-def once(make):
-    """What is made of the first batch alone, and kept."""
-    return lambda h, kept: make(h.detach()) if kept is None else kept
-
-
-def filled(made, write):
-    write(made)
-    return made
-
-
-@pytest.mark.parametrize("make", [torch.ones_like, torch.zeros_like])
-def test_ones_of_the_shape_of_data_may_be_kept(make: Callable[..., torch.Tensor]) -> None:
-    """A constant by place in later batches, as one that torch.ones(h.shape) makes."""
-    assert len(run(keeping(lambda h, kept: h * (1 + kept), once(make)), sizes=(6, 6, 6, 6))) == 4
-
-
-DATA_IN_A_SHAPE = {
-    "written over": once(lambda h: torch.ones_like(h).copy_(h)),
-    "in place": once(lambda h: torch.ones_like(h).mul_(h)),
-    "through .data": once(lambda h: filled(torch.ones_like(h), lambda made: made.data.copy_(h))),
-    "through a view": once(
-        lambda h: filled(torch.ones_like(h), lambda made: made.detach().view(-1)[:2].copy_(h[0, :2]))
-    ),
-    "through parts": once(lambda h: filled(torch.ones_like(h), lambda made: made.data.split(1, 1)[0].copy_(h[:, :1]))),
-    "as out=": once(lambda h: filled(torch.ones_like(h), lambda made: torch.mul(h, 2, out=made))),
-    "added": once(lambda h: torch.ones_like(h) + h),
-    "through memory": once(lambda h: filled(torch.ones_like(h), lambda k: k.data.addcmul_(h, torch.ones(h.size(1))))),
-    "a count": once(lambda h: torch.ones_like(h[h[:, 0] > 0]).sum()),
-    "filled with a number read": once(lambda h: torch.ones_like(h) * h.mean().item()),
-    "a later batch's": lambda h, kept: torch.ones_like(h) if kept is None else filled(kept, lambda k: k.data.copy_(h)),
-}
-
-
-@pytest.mark.filterwarnings("ignore::fastdp.errors.BatchReadWarning")
-@pytest.mark.parametrize("name", DATA_IN_A_SHAPE)
-def test_data_in_what_was_made_of_a_shape_is_a_state(name: str) -> None:
-    with pytest.raises(SampleMixingError, match="earlier batch"):
-        run(keeping(lambda h, kept: h * kept, DATA_IN_A_SHAPE[name]), sizes=(6, 6, 6))
-
-
 KEPT = {
     "a count, and what is only looked at": (
         lambda h, k: h * (1 + 0.1 * k[0]),
