@@ -11,6 +11,7 @@ from ..batch_axis.batch_positions import WHY, by_place, is_random, rows_alike
 from ..batch_axis.host_values import is_given_away, known
 from ..batch_axis.layout import Layout, layout_on, samplewise, tag_of
 from ..errors import BatchLayoutError, SampleMixingError
+from ..utils.autograd_graph import graph_nodes
 from .forward_pass import ForwardPass
 from .parameter_links import link_of
 
@@ -39,11 +40,19 @@ def attributed(forward_pass: ForwardPass, tensor: Tensor, layout: Layout | None,
     layout = layout or forward_pass.infer_layout(tensor)
     place = forward_pass.place(name)
     if layout is None:
+        leaves = [getattr(node, "variable", None) for node in graph_nodes([tensor.grad_fn])]
+        parameters = [leaf for leaf in leaves if leaf is not None and forward_pass.is_tracked(leaf)]
+        why = (
+            f"it was made of {forward_pass.names_of(parameters)} outside of the model's forward, where fastdp does not "
+            "see it. Make it within the forward (a learned first state: pass None, and expand the parameter there)."
+            if parameters
+            else "its origin was not seen (a custom autograd function, perhaps). Call the model with the samples along "
+            "the first dimension, or give batch_size= and batch_first=. A generator's step through a private "
+            "discriminator belongs within optimizer.public()."
+        )
         raise BatchLayoutError(
             f"{place}: cannot tell which rows of an input of shape {tuple(tensor.shape)} belong to which of the "
-            f"{forward_pass.batch} samples: its origin was not seen (a custom autograd function, perhaps). Call the "
-            "model with the samples along the first dimension, or give batch_size= and batch_first=. A generator's "
-            "step through a private discriminator belongs within optimizer.public()."
+            f"{forward_pass.batch} samples: {why}"
         )
     if layout.batch > 1 and not layout.mixed and tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         raise BatchLayoutError(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp.errors import SampleMixingError
+from fastdp.errors import BatchLayoutError, SampleMixingError
 from fastdp.grad_sample.recurrent import _AllSteps
 
 from ..cases import Net
@@ -128,3 +128,32 @@ def test_frozen_parts_and_inputs_that_learn():
     rnn.bias_hh_l0.requires_grad_(False)
     forward = lambda m, x, lengths: m.reader(m.first(x), lengths)
     assert_exact(Net(forward, first=nn.Linear(5, 5).double(), reader=Reader(rnn)))
+
+
+class LearnedStart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.first = nn.GRUCell(4, 6), nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x, h):
+        return self.cell(x, self.first.expand(len(x), -1) if h is None else h)
+
+
+def test_a_first_state_that_the_loop_makes_of_a_parameter():
+    """Refused by its name, with what works."""
+    model, x = LearnedStart(), torch.randn(6, 3, 4)
+    engine = fastdp.PerSampleGradients(model)
+    with pytest.raises(BatchLayoutError, match=r"made of 'first' outside of the model's forward.*pass None"):
+        model(x[:, 0], model.first.expand(6, -1))  # may be of no sample, or six
+    h = None
+    for t in range(3):
+        h = model(x[:, t], h)
+    h.square().sum(1).mean().backward()
+    norms = engine.norms()
+    engine.detach()
+    for i in range(6):
+        h = None
+        for t in range(3):
+            h = model(x[i : i + 1, t], h)
+        grads = torch.autograd.grad(h.square().sum(), list(model.parameters()))
+        torch.testing.assert_close(norms[i], torch.cat([g.flatten() for g in grads]).norm(), rtol=1e-5, atol=1e-7)
