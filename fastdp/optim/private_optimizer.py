@@ -132,7 +132,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return getattr(self, "_privacy", None)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIXED and self._privacy_or_none() and not getattr(getattr(type(self), name, None), "fset", None):
+        if name in FIXED and self._privacy_or_none() is not None:
             refuse_assignment(type(self).__name__, name)
         super().__setattr__(name, value)
 

@@ -279,6 +279,11 @@ def by_shape(o: Tensor) -> Tensor:
     return o.sum((1, 2)).mean() / (rows * columns) + o.sum() / o.size(0) / o[0].numel()
 
 
+def by_one(o: Tensor) -> Tensor:
+    o = o[:, None].expand(-1, 24)
+    return o.sum() / o.size(0) / o[0].numel()
+
+
 def by_steps(o: Tensor) -> Tensor:
     o, total = torch.stack([o] * 12, 1), torch.zeros(())
     for t in range(o.size(1)):
@@ -290,11 +295,19 @@ def distilled(o: Tensor, temperature: int = 4, share: float = 0.7) -> Tensor:
     return o.sum() / o.size()[0] * (temperature**2) + o.sum() / o.size()[0] * (1 - share) + o.mean()
 
 
-@pytest.mark.parametrize("loss", [by_shape, by_steps, distilled])
+@pytest.mark.parametrize("loss", [by_shape, by_one, by_steps, distilled])
 def test_numbers_beside_the_size_that_are_of_none(loss: Callable[[Tensor], Tensor]) -> None:
     """Whatever of them is a multiple of the batch's size by chance."""
     for sizes in ([16], [8], [12], [16, 15, 8, 3, 12, 6]):
         assert not _scaled(loss, sizes)
+
+
+def test_the_size_itself_though_it_is_a_product_of_others() -> None:
+    def loss(o: Tensor) -> Tensor:
+        rows, columns = o[:, None].expand(-1, 4).unflatten(1, (2, 2)).shape[1:]
+        return o.mean() / len(o) + rows * columns
+
+    assert _scaled(loss, [8]) and _scaled(loss, [7])
 
 
 def _scaled(loss: Callable[[Tensor], Tensor], sizes: list[int]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from fastdp.errors import SampleMixingError
 
@@ -33,6 +34,18 @@ def ones(write):
 def test_ones_of_the_shape_of_data_may_be_kept(make: Callable[..., torch.Tensor]) -> None:
     """A constant by place in later batches, as one that torch.ones(h.shape) makes."""
     assert len(run(keeping(lambda h, kept: h * (1 + kept), once(make)), sizes=(6, 6, 6, 6))) == 4
+
+
+SIZED_BY_DATA = {
+    "some rows": lambda h: torch.ones_like(h[h[:, 0] > 0]),
+    "the longest": lambda h: torch.ones_like(nn.utils.rnn.pad_sequence([row[row > 0] for row in h], batch_first=True)),
+}
+
+
+@pytest.mark.parametrize("name", SIZED_BY_DATA)
+def test_ones_as_many_as_data_says_are_a_state(name: str) -> None:
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        run(keeping(lambda h, kept: h * kept.sum(), once(SIZED_BY_DATA[name])), sizes=(6, 6, 6))
 
 
 DATA_IN_A_SHAPE = {

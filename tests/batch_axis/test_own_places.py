@@ -57,6 +57,9 @@ OTHERS = {
     "a chunk through a view of columns": lambda m, h: written_through(
         h, lambda z: z[:, :2].__setitem__(slice(3), h[:3, :2])
     ),
+    "chunks through a view, beside one": lambda m, h: written_through(
+        h, lambda z: [z.__setitem__((slice(3), slice(2, None)), h[:3, 2:]), in_halves(z[:, :2], h[:, :2])]
+    ),
     "a chunk through a view of rows": lambda m, h: written_through(h, lambda z: z[:3].__setitem__(slice(None), h[:3])),
     "flat places through a view": lambda m, h: written_through(
         h, lambda z: z.view(-1).__setitem__(slice(2 * C), h.reshape(-1)[: 2 * C])
@@ -168,6 +171,10 @@ def parts_written(memory: Tensor, h: Tensor) -> Tensor:
     torch.tanh(h[:2], out=memory[:2])
     torch.mul(h[2:], -9, out=memory[2:])
     return memory
+
+
+def in_halves(z: Tensor, h: Tensor) -> None:
+    z[:3], z[3:] = h[:3], h[3:]
 
 
 def written_through(h: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
