@@ -160,6 +160,16 @@ class Sizes:
             frame = frame.f_back
         return False
 
+    def _is_else(self, frame: Any, number: float) -> bool:
+        """Whether a number is, most likely, one that the line names, or follows from, or a product of other sizes."""
+        named = any(has_name(frame, one) for one in (number, number - 1, 1 - number) if one)
+        whole = number == int(number) and number > 0
+        return (
+            named
+            or is_named_square(frame, number, self._batch)
+            or (whole and number != self._batch and _is_product(int(number), self._beside))
+        )
+
     def _is_inverse(self, what: str, batch: int, number: float) -> bool:
         """Whether a number at this line has gone, from a batch of another size to this one, as one by the sizes."""
         if (frame := users(sys._getframe(1))) is None:
@@ -213,12 +223,8 @@ class Sizes:
             return "", False
         frame: Any = users(sys._getframe(1))
         others = None if frame is None else self._lines.get((frame.f_code, frame.f_lineno))
-        asks = others is not None and _BATCH in others and not any(_same(number, size) for size in others)
-        asks = asks and not has_name(frame, number) and not is_named_square(frame, number, call.batch)
-        shares = (number / call.batch, call.batch / number, call.batch * number)  # of a constant of that line: B / 60
-        asks = asks and (
-            _may_be_of(number, call.batch) or any(literal_in_code(frame, share, self._codes) for share in shares)
-        )
+        asks = others is not None and _BATCH in others and _may_be_of(number, call.batch)
+        asks = asks and not any(_same(number, size) for size in others or ()) and not self._is_else(frame, number)
         if not (asks or certain or "with a size" in why):
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
@@ -330,10 +336,13 @@ def _is_product(number: int, sizes: Iterable[int]) -> bool:
 
 
 def _may_be_of(number: float, batch: int) -> bool:
-    """Whether a number, or its inverse, is what losses are scaled by that know the number of samples."""
-    size, root = max(abs(number), 1 / abs(number)), math.sqrt(batch)
-    powers = (batch, batch - 1, batch + 1, batch**2, batch * (batch - 1), batch * (batch - 1) / 2, root, batch * root)
-    return any(math.isclose(size, one, rel_tol=1e-6) for one in (*powers, *map(math.log, powers[:3]), math.log2(batch)))
+    """Whether a number may be made of the number of samples and whole numbers (B / N), or of its root or logarithm."""
+    size, parts = max(abs(number), 1 / abs(number)), (abs(number) * batch, batch / abs(number))
+    other = any(math.isclose(size, one, rel_tol=1e-6) for one in (*map(math.log, (batch, batch + 1)), math.log2(batch)))
+    root = math.sqrt(batch)
+    return other or any(
+        part > 0.5 and math.isclose(part, round(part), rel_tol=1e-6) for part in (*parts, size / root, size * root)
+    )
 
 
 def _same(number: float, told: float, roots: bool = True) -> bool:

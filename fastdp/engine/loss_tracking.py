@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..batch_axis import tensor_notes
+from ..batch_axis.aliasing import look, shares
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import LOADERS, Generation, is_over, set_generation
@@ -62,8 +63,7 @@ class LossTracking(TorchFunctionMode):
     def _turn_to(self, what: TrackedLoss) -> None:
         self.what, what.gone = what, weakref.WeakMethod(self._is_gone)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
-        self.labels = what.labels
-        self.numbers = NumbersRead(what.batch, what.read)
+        self.labels, self.numbers = what.labels, NumbersRead(what.batch, what.read)
         set_generation(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -227,7 +227,7 @@ class LossTracking(TorchFunctionMode):
         kept = later_copies.kept_output(given) if moment.owner is LOADERS else None
         if kept is not None and is_over(generation_of(kept)):
             return later_copies.carried(call.func, *call.given, kept)
-        if not any(tag_of(tensor, self.batch) is not None for tensor in given):
+        if not any([tag_of(t, self.batch) or (shares(t) and look(t, None, self.batch)) for t in given]):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = call.run()
             self.sizes.note_number(call)

@@ -253,7 +253,7 @@ def test_numbers_that_follow_the_size_but_once() -> None:
 
 # --------------------------------------------------------------------------- in the loss
 
-WEIGHT = {"of the loss": 0.3}
+WEIGHT, RECORDS = {"of the loss": 0.3}, range(50_000)
 SCALED = {  # losses of outputs o, and whether they are warned of at once
     "mean": (lambda o: o.mean(), False),
     "each divided, summed": (lambda o: (o / len(o)).sum(), False),
@@ -267,6 +267,9 @@ SCALED = {  # losses of outputs o, and whether they are warned of at once
     ),
     "each times the size": (lambda o: (o * len(o)).mean(), True),
     "the mean by a part of the records": (lambda o: len(o) / 60 * o.mean(), True),
+    "the mean by a part of a variable": (lambda o, n_data=60_000: o.mean() * (len(o) / n_data), True),
+    "the mean by a part of a list's length": (lambda o: o.mean() * (len(o) / len(RECORDS)), True),
+    "unbiased": (lambda o: o.mean() * (len(o) / (len(o) - 1)), True),
     "each times a tensor of the size": (lambda o: (o * torch.tensor(len(o))).mean(), True),
     "added as often as samples": (lambda o: torch.add(o, o, alpha=len(o)).mean(), True),
     "the mean by a root": (lambda o: o.mean() * len(o) ** 0.5, True),

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastdp.errors import SampleMixingError
 
-from ..programs_by_hand import run
+from ..programs_by_hand import C, run
 from .test_kept_states import keeping
 
 
@@ -68,3 +68,16 @@ DATA_IN_A_SHAPE = {
 def test_data_in_what_was_made_of_a_shape_is_a_state(name: str) -> None:
     with pytest.raises(SampleMixingError, match="earlier batch"):
         run(keeping(lambda h, kept: h * kept, DATA_IN_A_SHAPE[name]), sizes=(6, 6, 6))
+
+
+@pytest.mark.parametrize("use", [torch.clone, lambda c: (c / 0.1).softmax(0), lambda c: 1 + c, torch.exp])
+def test_a_constant_of_the_loss_that_holds_outputs_out_of_sight(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    centre = torch.zeros(C)
+
+    def loss(out, labels):
+        found = (out - use(centre)).square().sum(1).mean()
+        centre.data.mul_(0.5).add_(out.detach().mean(0))
+        return found
+
+    with pytest.raises(SampleMixingError, match="earlier batch|along the batch"):
+        run(lambda m, h: h, loss, sizes=(6, 6, 6))
