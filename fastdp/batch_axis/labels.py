@@ -155,6 +155,7 @@ class Labels:
             or tensor_notes.LISTED in tensor.__dict__
             or tensor.is_sparse
             or tensor.is_nested
+            or hasattr(tensor_notes.storage_of(tensor), tensor_notes.FILLED)
             or tag_of(tensor, self.batch) is not None
             or any(mark.owner is None for t in (tensor, tensor._base) if t is not None and (mark := mark_of(t)))
         ):

@@ -176,6 +176,7 @@ def left_as_constant(tensor: Tensor) -> bool:
     if not filled(tensor) or not bool((tensor == tensor.__dict__[FILLED][0]).all()):
         return False
     release(tensor)
+    setattr(storage_of(tensor), FILLED, True)  # no label, whatever other tensor lies there
     for note in (LAYOUT, HELD, FILLED):
         tensor.__dict__.pop(note, None)
     return True

@@ -70,6 +70,23 @@ def test_data_in_what_was_made_of_a_shape_is_a_state(name: str) -> None:
         run(keeping(lambda h, kept: h * kept, DATA_IN_A_SHAPE[name]), sizes=(6, 6, 6))
 
 
+def test_weights_of_the_losses_that_a_later_batch_fills_out_of_sight() -> None:
+    """Ones when they were made, and in the batch after that."""
+    kept = []
+
+    def loss(out, labels):
+        losses = out.square().sum(1)
+        kept.extend([] if kept else [torch.ones_like(losses)])
+        found = (losses * kept[0].clone()).mean()
+        if len(kept) > 1:
+            kept[0].data.copy_(5 * losses.detach())
+        kept.append(None)
+        return found
+
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        run(lambda m, h: h, loss, sizes=(6, 6, 6, 6))
+
+
 @pytest.mark.parametrize("use", [torch.clone, lambda c: (c / 0.1).softmax(0), lambda c: 1 + c, torch.exp])
 def test_a_constant_of_the_loss_that_holds_outputs_out_of_sight(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
     centre = torch.zeros(C)
