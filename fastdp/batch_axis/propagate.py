@@ -53,7 +53,8 @@ def propagate(call: Call) -> str:
     into = [(tensor, layout_on(tensor), _root(tensor)) for tensor in call.written()] if call.batch > 1 else ()
     for tensor, found in tags:
         tag(tensor, found)
-        if call.name in _FILLS and found is not None and found.plain and not _SIZED & call.args[0].__dict__.keys():
+        plain = call.name in _FILLS and found is not None and found.plain and not format_of(tensor)
+        if plain and not _SIZED & call.args[0].__dict__.keys():
             tensor.__dict__[FILLED] = (_FILLS[call.name], 0)
     for tensor, before, (root, held) in into:
         found = layout_on(tensor)

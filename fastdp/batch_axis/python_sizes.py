@@ -337,6 +337,8 @@ def _is_product(number: int, sizes: Iterable[int]) -> bool:
 
 def _may_be_of(number: float, batch: int) -> bool:
     """Whether a number may be made of the number of samples and whole numbers (B / N), or of its root or logarithm."""
+    if not 1e-30 < abs(number) < 1e30:  # infinite, too
+        return False
     size, parts = max(abs(number), 1 / abs(number)), (abs(number) * batch, batch / abs(number))
     other = any(math.isclose(size, one, rel_tol=1e-6) for one in (*map(math.log, (batch, batch + 1)), math.log2(batch)))
     root = math.sqrt(batch)

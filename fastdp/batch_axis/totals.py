@@ -111,7 +111,7 @@ def by_size(call: Call, told: Callable[[float], bool]) -> None:
 def share_of(number: float, call: Call) -> int:
     """-1 if the call divides by the number of samples, or by a multiple of it; 1 if it multiplies by that; else 0."""
     size, divides = abs(number), "div" in call.name
-    if not math.isfinite(size) or not size:
+    if not math.isfinite(size) or size < 1e-300:  # whose inverse is not
         return 0
     if size < 1:
         size, divides = 1 / size, not divides

@@ -270,6 +270,7 @@ SCALED = {  # losses of outputs o, and whether they are warned of at once
     "the mean by a part of a variable": (lambda o, n_data=60_000: o.mean() * (len(o) / n_data), True),
     "the mean by a part of a list's length": (lambda o: o.mean() * (len(o) / len(RECORDS)), True),
     "unbiased": (lambda o: o.mean() * (len(o) / (len(o) - 1)), True),
+    "no number that a size makes": (lambda o: (o.view(len(o)) * math.inf).mean() + o.sum() / len(o) * 1e-320, False),
     "each times a tensor of the size": (lambda o: (o * torch.tensor(len(o))).mean(), True),
     "added as often as samples": (lambda o: torch.add(o, o, alpha=len(o)).mean(), True),
     "the mean by a root": (lambda o: o.mean() * len(o) ** 0.5, True),
