@@ -85,6 +85,7 @@ MOVING = _names(
 MOVING_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_")
 KEEPING_SCORES = _names("transpose permute view reshape flatten contiguous clone unsqueeze squeeze swapaxes mT")
 BROADCASTING = _names("expand expand_as broadcast_to")
+COPYING = _names("repeat tile repeat_interleave")  # broadcasts, where they repeat what is there once
 CONVERTING = _names(
     "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_dense to_mkldnn coalesce dequantize detach clone"
 )

@@ -160,6 +160,16 @@ class Sizes:
             frame = frame.f_back
         return False
 
+    def is_batch(self, certain: bool) -> bool:
+        """Whether a size that equals the batch's is, by the code that calls now, most likely that: the code has asked
+        for sizes, and has not written this one down. certain: nor has it been told one of another dimension."""
+        frame: Any = sys._getframe(1) if self._codes and not (certain and self._batch in self._beside) else None
+        while frame is not None and frame.f_code not in self._codes:
+            if not _is_ours(frame.f_code.co_filename) and literal_in_code(frame, self._batch, self._codes):
+                return False
+            frame = frame.f_back
+        return frame is not None and not literal_in_code(frame, self._batch, self._codes)
+
     def _is_else(self, frame: Any, number: float) -> bool:
         """Whether a number is, most likely, one that the line names, or follows from, or a product of other sizes."""
         named = any(has_name(frame, one) for one in (number, number - 1, 1 - number) if one)

@@ -58,6 +58,7 @@ UNTRACKED = "_fastdp_constant"  # requires a gradient, but is of no sample and o
 
 # ------------------------------------------------------------------ on what is made of parameters
 LINK = "_fastdp_link"  # of which parameters, and how (`grad_sample.parameter_links.Link`)
+REPEATED = "_fastdp_repeated"  # has a copy for every sample (`grad_sample.repeated_parameters.Repeated`)
 OUTSIDE = (
     "_fastdp_outside"  # a parameter: `linear_cross_entropy` gave it a gradient outside of any forward that is seen
 )

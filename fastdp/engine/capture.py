@@ -20,7 +20,13 @@ from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
 from ..batch_axis.layout import Layout, tag, tag_of
-from ..batch_axis.operator_table import COMPUTING, REACHING_GRAPH, TELLING_SIZES
+from ..batch_axis.operator_table import (
+    COMPUTING,
+    REACHING_GRAPH,
+    SHAPED,
+    TAKING_A_TYPE,
+    TELLING_SIZES,
+)
 from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import format_of, propagate
 from ..batch_axis.python_reads import GIVING, EscapedValues
@@ -36,6 +42,7 @@ from ..grad_sample.generic import capture_generic, capture_in_format
 from ..grad_sample.one_sample import one_sample_of
 from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, mark_derived, span_of
 from ..grad_sample.parameter_use import ParameterUse
+from ..grad_sample.repeated_parameters import note_repeated, with_rows
 from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
 from .activation_hooks import hooked, refuse_node
@@ -85,6 +92,7 @@ class Pass(PassRecord):
         self.by_nodes = engine.planner.memory_budget is None  # captured calls may be autograd's own nodes
         if self.known_calls is not None:
             self.known_calls.serve(self.mode)
+        self.made_data: dict[int, Any] = {}
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.exposed, self.reads = EscapedValues(batch, engine.model), engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
@@ -209,6 +217,8 @@ class Pass(PassRecord):
                 )
         elif parameters:
             watch_region(self.engine, self.path, self.batch, self.moment)
+            if (other := with_rows(self, call, has_data)) is not None:
+                return call.returned(self._ask(other))
             return self._combined(call, parameters) if has_data else self._derived(call, parameters)
         if has_data and call.func in COMPOSITES:
             return call.returned(COMPOSITES[call.func](self, call.func, *call.given))
@@ -245,7 +255,9 @@ class Pass(PassRecord):
             if not problem.mixed or call.in_place:
                 raise
             out = call.returned(poisoned(self, call, problem))
-        if not (isinstance(out, Tensor) and link_of(out) is not None):  # w[e], e found in the data: a slice
+        if isinstance(out, Tensor) and link_of(out) is not None:  # w.expand_as(x); w[e], e found in the data: a slice
+            note_repeated(call, self.engine.sizes.is_batch)
+        else:
             self.count_uses(parameters)
         note_parts(call, self.is_parameter)
         return out
@@ -280,6 +292,7 @@ class Pass(PassRecord):
             self._judge_sizes(call, of_parameters=True)
         for leaf in mark_derived(call, self, parameters):
             self.note_use(leaf, self.place(call.name))
+        note_repeated(call, self.engine.sizes.is_batch)
         return out
 
     def _carry(self, call: Call) -> Any:
@@ -300,6 +313,8 @@ class Pass(PassRecord):
         self._judge_sizes(call)
         self.engine.sizes.note_number(call)
         note_constant(call, self._is_owned)
+        if call.name in SHAPED | TAKING_A_TYPE:
+            note_repeated(call, self.engine.sizes.is_batch)
         self.unaccounted = write_unaccounted(call, versions)
         return out
 
@@ -309,6 +324,7 @@ class Pass(PassRecord):
         self._expose(call)
         self.engine.sizes.note_number(call)
         note_constant(call, self._is_owned)
+        note_repeated(call, self.engine.sizes.is_batch)
         for tensor in call.results():
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.__dict__[UNTRACKED] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from typing import Any
@@ -24,6 +25,16 @@ def _pushed() -> list[Any]:
     return found
 
 
+def _note_collection(phase: str, info: Any) -> None:
+    """Python's garbage collector begins, or ends; asked for, it interrupts nothing."""
+    _HERE.collecting, interrupted = phase == "start", sys._getframe().f_back
+    if phase == "stop" and interrupted is not None and "collect" in interrupted.f_code.co_names:
+        remove_over()
+
+
+gc.callbacks.append(_note_collection)
+
+
 def insert(mode: Any) -> None:
     """To the bottom of the stack of modes, so that others may end in any order; only torch's default device, which
     insists on that place, lies beneath."""
@@ -41,7 +52,10 @@ def insert(mode: Any) -> None:
 
 def remove_over() -> None:
     """Take what is over off the stack of modes. One whose call runs just now is not there: torch puts it back after
-    the call, and a later sweep takes it off."""
+    the call, and a later sweep takes it off; as it does if Python's garbage collector has found that it is over, which
+    may run while torch is about to call the mode."""
+    if getattr(_HERE, "collecting", False):
+        return
     if found := [mode for mode in _pushed() if mode.over]:
         remove(*found)
 

@@ -198,4 +198,6 @@ def capture_cat(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwa
     if len({p.dtype for p in parts}) > 1:
         return NotImplemented
     operands = [p for p in parts if forward_pass.is_parameter(p)]
+    for operand in operands:
+        refuse_by_position(forward_pass, operand, layout, source.dim(), "cat")
     return capture(_Cat(forward_pass, "cat", layout, parts, dim), Context(forward_pass, *operands), *data)

@@ -26,7 +26,7 @@ from .captured_call import Captured, Context, Nest, applied, autocast_of, result
 from .forward_pass import ForwardPass
 from .parameter_links import link_of, mark_derived, set_link
 from .parameter_use import Lazy
-from .rules import by_sample, sample_layout
+from .rules import by_sample, refuse_by_position, sample_layout
 
 _CHECKED = Answers()
 REGISTER = "register a rule for it: see help(fastdp.register_rule)"
@@ -68,6 +68,7 @@ class Generic(Captured):
         self.ctx = Context(forward_pass, *operands)
         self.ctx.keep(*self.ctx.values, *self.constants)
         self.out_layouts: list[Layout] = []
+        self.cut: tuple[int, ...] = ()  # dimensions along which operands are cut by sample, if they are
         self.nest: Nest | None = None  # the form of a result that is no single tensor
 
     def kind(self) -> Any:
@@ -160,6 +161,7 @@ class Generic(Captured):
                 continue
             outs = result_tensors(out)
             if [tuple(t.shape) for t in outs] == shapes:
+                self.cut = dims if cut_operands else ()
                 return outs
         raise UncapturedUseError(self._not_alone(problem))
 
@@ -180,23 +182,36 @@ class Generic(Captured):
 
     def _own(self, tensor: Tensor, b: int, dims: tuple[int, ...]) -> Tensor:
         """Rows of sample b of a tensor that was made for this batch, its samples along one of `dims`."""
+        dim = self._rows_in(tensor, dims)
+        return tensor if dim < 0 else tensor.index_select(dim, self.out_layouts[0].rows_of(b, tensor.device))
+
+    def _rows_in(self, tensor: Tensor, dims: tuple[int, ...]) -> int:
+        """The first of these dimensions in which a tensor has as many rows as the result; -1 of none."""
         layout = self.out_layouts[0]
-        if layout.owner is None and not layout.mixed:
-            for dim in dims:
-                if tensor.dim() > dim and tensor.size(dim) == layout.rows and layout.rows > 1:
-                    return tensor.index_select(dim, layout.rows_of(b, tensor.device))
-        return tensor
+        if layout.owner is not None or layout.mixed or layout.rows <= 1:
+            return -1
+        return next((dim for dim in dims if tensor.dim() > dim and tensor.size(dim) == layout.rows), -1)
 
     def remedy(self) -> str:
         """Where the samples of its result cannot be told."""
         return f"Freeze the parameter {self.parameters()}, use a simpler operation, or {REGISTER} (with like=)."
 
     def check(self, outs: list[Tensor]) -> None:
-        """Once for each kind of call: the first sample alone gives the batch's first rows."""
+        """Once for each kind of call: the first sample alone gives the batch's first rows. Each time: operands that are
+        cut by sample have the same numbers for all."""
         data = tuple((t.shape, lay[:4]) for t, lay in zip(self.data, self.layouts, strict=True))
         key = (self.func, self.path, self.batch, data, self.kind())
-        if key in _CHECKED:
-            return
+        known = _CHECKED.get(key)
+        if known is None:
+            self._check(outs)
+            _CHECKED[key] = self.cut
+        self.cut = _CHECKED[key]
+        for operand in self.ctx.operands:
+            if (dim := self._rows_in(operand, self.cut)) >= 0:
+                layout = self.out_layouts[0]._replace(dim=dim)
+                refuse_by_position(self.ctx.forward_pass, operand, layout, operand.dim(), self.name)
+
+    def _check(self, outs: list[Tensor]) -> None:
         with torch.no_grad():
             rows = [by_sample(t, layout) for t, layout in zip(outs, self.out_layouts, strict=True)]
             for b in {0, self.batch - 1}:
@@ -217,7 +232,6 @@ class Generic(Captured):
                             f"{self.parameters()} cannot be trained so; freeze it, change the operation, or, where it "
                             f"is only random, {REGISTER}."
                         )
-        _CHECKED[key] = True
 
 
 def _described(value: Any) -> Any:

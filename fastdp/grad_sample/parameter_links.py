@@ -120,7 +120,7 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
     before = link_of(first) if call.in_place else None
     if len(parents) == 1 and parent is (args[0] if args else None) and not written:
         above = link_of(parent)
-        if name in operator_table.BROADCASTING:
+        if name in operator_table.BROADCASTING or (name in operator_table.COPYING and _copies_once(parent, results)):
             link = link._replace(kind="broadcast")
         elif name in operator_table.MOVING and _moves_each_once(call, parent):
             link = link._replace(isometric=above is None or above.isometric)
@@ -204,6 +204,12 @@ def _moves_each_once(call: Call, parent: Tensor) -> bool:
         return True
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     return all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in index)
+
+
+def _copies_once(parent: Tensor, results: list[Tensor]) -> bool:
+    """Whether a call repeats the parent along dimensions of size 1 alone, as a broadcast does."""
+    shape = results[0].shape[len(results[0].shape) - parent.dim() :]
+    return all(before in (1, after) for before, after in zip(parent.shape, shape, strict=True))
 
 
 def check_embedding(forward_pass: ForwardPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -193,6 +193,27 @@ def test_the_mode_ends_with_what_it_follows() -> None:
     in_thread(lambda: model(x).detach().shape)
     assert PLAINLY._wanted == before
     train(model, optimizer, x, y)
+    assert modes() == 0
+
+
+def test_python_may_collect_a_model_while_torch_is_about_to_call_the_mode() -> None:
+    """A mode that was taken off the stack just then made torch find nobody to call: TypeError, of any function."""
+    (model, _), (x, _) = new(), data()
+    cycle: list[Any] = [model(x)]
+    cycle.append(cycle)
+    del cycle
+
+    class Collecting:
+        def __iter__(self) -> Iterator[torch.Tensor]:  # where torch goes through the arguments
+            (lambda gc: gc())(gc.collect)
+            return iter([weight])
+
+    assert modes() == 1
+    weight = nn.Parameter(torch.zeros(3))
+    torch.overrides.handle_torch_function(torch.nn.init.ones_, Collecting(), weight)
+    assert bool((weight == 1).all())
+    with torch.no_grad():
+        model(x)  # the next forward takes it off
     assert modes() == 0
 
 

@@ -83,7 +83,7 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_exact(name: str, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    if p and name == "bias and mask":
+    if p and (name == "bias and mask" or name.startswith("trained queries")):
         pytest.skip("data by then: torch's own attention drops out")
     torch.manual_seed(0)
     monkeypatch.setattr(F, "dropout", drop_every_third)

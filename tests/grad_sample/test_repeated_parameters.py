@@ -1,0 +1,176 @@
+"""Parameters repeated for every sample, which meet layers before they meet data: each sample's gradient is that of its
+own copy, and none is pulled back through the copies of the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fastdp
+from fastdp.errors import SampleMixingError
+from fastdp.grad_sample.parameter_links import leaves_of
+
+from ..cases import Net, P, square
+from ..truth import compare
+
+B, T, N, D = 4, 5, 3, 6
+
+
+def look(q, x):
+    return torch.softmax(q @ x.mT, -1) @ x
+
+
+def decoder(m, x):
+    """As in DETR: places are learned, what is looked for begins with zeros."""
+    places = m.table.weight.unsqueeze(1).repeat(1, len(x), 1)
+    found, x = torch.zeros_like(places), x.transpose(0, 1)
+    found = m.norm(found + m.rows_first(found + places, found + places, found)[0])
+    return (found + m.rows_first(found + places, x, x)[0]).transpose(0, 1)
+
+
+def by_hand(m, x, h):
+    for t in range(2):
+        h = torch.tanh(x[:, t] + m.a(h))
+    return h
+
+
+def blocks(m, x, q):
+    """Encoder and decoder of tokens."""
+    return look(m.norm(q + m.attention(q, q, q)[0]), x)
+
+
+def in_pieces(m, x, q=None, again=False):
+    """Checkpointed; the parameter is repeated outside, or in there again."""
+
+    def piece(x, *q):
+        q = q[0] if q else m.q.expand(len(x), -1, -1)
+        return look(m.a(q.tanh()), x)
+
+    return checkpoint(piece, m.b(x), *(() if q is None else (q,)), use_reentrant=again)
+
+
+FORWARDS = {
+    "expand": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1)), x),
+    "expand_as": lambda m, x: look(m.a(m.q[:1].expand_as(x)), x),
+    "repeat": lambda m, x: look(m.a(m.q.unsqueeze(0).repeat(len(x), 1, 1)), x),
+    "repeat_interleave": lambda m, x: look(m.a(m.q.unsqueeze(0).repeat_interleave(x.size(0), 0)), x),
+    "a table": lambda m, x: look(m.a(m.table.weight.expand(len(x), -1, -1)), x),
+    "looked up": lambda m, x: look(m.a(m.table(torch.arange(N).expand(len(x), -1))), x),
+    "start tokens": lambda m, x: look(m.a(m.table(torch.full((len(x), 1), 2))), x),
+    "no layer": lambda m, x: look(m.q.expand(len(x), -1, -1), x),
+    "transposed": lambda m, x: x @ m.q.expand(len(x), -1, -1).mT,
+    "einsum": lambda m, x: torch.einsum("bnd,btd->bnt", m.q.expand(len(x), -1, -1), x),
+    "computed": lambda m, x: look(m.a(F.normalize(m.q.expand(len(x), -1, -1).exp(), dim=-1)), x),
+    "beside data": lambda m, x: x + m.q[:1].expand(len(x), T, -1).tanh(),
+    "places added": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1) + m.places), x),
+    "scaled": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1) * m.scale + m.places), x),
+    "used twice": lambda m, x: look(m.a(q := m.q.expand(len(x), -1, -1)), x) + look(m.b(q), x) + q,
+    "flattened": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1).flatten(0, 1)).view(len(x), N, D), x),
+    "norm": lambda m, x: look(m.norm(m.q.expand(len(x), -1, -1)), x),
+    "convolution": lambda m, x: look(m.conv(m.q.t().expand(len(x), -1, -1)).mT, x),
+    "attention": lambda m, x: m.attention(m.q.expand(len(x), -1, -1), x, x)[0],
+    "block": lambda m, x: blocks(m, x, m.q.expand(len(x), -1, -1)),
+    "checkpointed": lambda m, x: in_pieces(m, x, m.q.expand(len(x), -1, -1)),
+    "checkpointed, within": lambda m, x: in_pieces(m, x),
+    "checkpointed, reentrant": lambda m, x: in_pieces(m, x, again=True),
+    "decoder": decoder,
+    "first state": lambda m, x: by_hand(m, x, m.begin.expand(len(x), -1)),
+    "zeros": lambda m, x: by_hand(m, x, torch.zeros(len(x), D, dtype=x.dtype)),
+    "zeros of the data's kind": lambda m, x: by_hand(m, x, x.new_zeros(len(x), D)),
+    "zeros, moved": lambda m, x: by_hand(m, x, torch.zeros(x.size(0), D).to(x.device).type_as(x)),
+    "a constant time": lambda m, x: (
+        x + m.a(F.silu(m.b(torch.linspace(0, 1, D, dtype=x.dtype).expand(len(x), D))))[:, None]
+    ),
+    "recurrent layer": lambda m, x: m.gru(x, m.begin.expand(1, len(x), D).contiguous())[0],
+    "recurrent start": lambda m, x: m.gru(x, m.gru(m.begin.expand(len(x), 1, D))[1])[0],
+}
+
+
+def net(forward):
+    parts = {
+        "a": nn.Linear(D, D), "b": nn.Linear(D, D), "table": nn.Embedding(N, D), "norm": nn.LayerNorm(D),
+        "conv": nn.Conv1d(D, D, 3, padding=1), "attention": nn.MultiheadAttention(D, 2, batch_first=True),
+        "rows_first": nn.MultiheadAttention(D, 2), "gru": nn.GRU(D, D, batch_first=True),
+    }  # fmt: skip
+    model = Net(forward, **parts, q=P(N, D), places=P(N, D), scale=P(1), begin=P(1, D))
+    forward(model, torch.randn(B, T, D)).sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    return model
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_each_sample_has_the_gradient_of_its_copy(name):
+    torch.manual_seed(0)
+    found = compare(net(FORWARDS[name]), torch.randn(B, T, D), square)
+    assert found.worst < 1e-5
+    for use in found.uses:  # of the parameter itself, not of copies for all samples
+        assert use.operand.numel() <= leaves_of(use.operand)[0].numel()
+
+
+def depthwise(m, x, scale=1.0):
+    channels = x.size(1)
+    return F.conv1d(x, m.kernel.expand(channels, 1, 3) * scale, groups=channels)
+
+
+def per_head(m, x):
+    heads = x.size(1)
+    return x + m.begin[None].expand(heads, T, D) * m.scale
+
+
+def outputs(m, x):
+    many = x.size(1)
+    return x @ (m.begin.expand(many, D) + m.kernel.sum())
+
+
+OTHER_SIZES = {
+    "channels": (depthwise, (B, B, T)),
+    "channels, scaled": (lambda m, x: depthwise(m, x, m.scale), (B, B, T)),
+    "channels, by channel": (lambda m, x: depthwise(m, x, m.each), (B, B, T)),
+    "heads": (per_head, (B, B, T, D)),
+    "outputs": (outputs, (B, B)),
+    "as many rows as numbers": (lambda m, x: x + m.begin.expand(x.size(1), -1)[:, :1].t(), (B, B)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SIZES)
+def test_other_sizes_may_equal_the_batch(name):
+    torch.manual_seed(0)
+    forward, shape = OTHER_SIZES[name]
+    model = Net(forward, kernel=P(1, 1, 3), scale=P(1), each=P(B, 1, 1), places=P(T, 1), begin=P(1, D))
+    x = torch.randn(shape)
+    forward(model, x).sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    assert compare(model, x, square).worst < 1e-5
+
+
+BY_PLACE = {
+    "copies numbered": lambda m, x: look(m.q.expand(len(x), -1, -1) * torch.arange(len(x))[:, None, None], x),
+    "and a layer": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1) * torch.arange(len(x))[:, None, None]), x),
+    "cut": lambda m, x: look(m.each[: len(x)], x),
+    "cut, and a layer": lambda m, x: look(m.a(m.each[: len(x)]), x),
+    "looked up by place": lambda m, x: x @ m.table(torch.arange(len(x)))[:, :, None],
+    "joined": lambda m, x: torch.cat([m.each[: len(x)], x], 1),
+    "stacked": lambda m, x: torch.stack([m.each[: len(x), 0], x[:, 0]], 1),
+    "chosen": lambda m, x: torch.where(x > 0, x, m.each[: len(x), :1]),
+    "attention": lambda m, x: m.attention(m.each[: len(x)], x, x)[0],
+    "a state": lambda m, x: m.gru(x, m.each[: len(x), 0][None].contiguous())[0],
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_a_parameter_for_each_place_in_the_batch_is_refused(name):
+    """Copies are alike; rows of a parameter that the batch's size cuts are not."""
+    parts = {"a": nn.Linear(D, D), "table": nn.Embedding(9, D), "gru": nn.GRU(D, D, batch_first=True)}
+    attention = nn.MultiheadAttention(D, 2, batch_first=True)
+    model = Net(BY_PLACE[name], **parts, attention=attention, q=P(N, D), each=P(9, N, D))
+    engine, x = fastdp.PerSampleGradients(model), torch.randn(B, T, D)
+    with pytest.raises(SampleMixingError, match="by their place in the batch"):
+        square(model, x).mean().backward()
+    engine.detach()
