@@ -148,6 +148,7 @@ PYBIND11_MODULE(_C, module) {
     bind<fastdp_direct_scratch>(module, "direct_scratch", "bytes of scratch a thread");
     bind<fastdp_direct_parts>(module, "direct_parts", "doubles in `parts`");
     bind<fastdp_linear_direct>(module, "linear_direct", "squared norms from the elements of the gradients");
+    bind<fastdp_linear_sum>(module, "linear_sum", "clipped sums; see fastdp.h");
     bind<fastdp_enlarge_by_data>(module, "enlarge_by_data", "norms enlarged by the rounding of sums over such data");
     bind<fastdp_doubted_by_blocks>(module, "doubted_by_blocks", "how many may need that, by the gram route's parts");
     bind<fastdp_routed_scratch>(module, "routed_scratch", "bytes of scratch a thread");

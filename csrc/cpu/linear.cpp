@@ -31,14 +31,29 @@ struct DirectScratch {
 
 int64_t direct_jobs(int64_t wide, int64_t tall) { return ceil_div(wide, WIDE) * ceil_div(tall, TALL); }
 
-// The sum of squares of outputs [w0, w0 + wide) x [t0, t0 + tall) of one sample.
-double direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t sample, int64_t w0, int64_t wide,
-                    int64_t t0, int64_t tall, int64_t positions, DirectScratch &my) {
+// Factors of the samples by their rows, `each` of a sample; none: of 1.
+struct Factors {
+    const float *of_sample;
+    int64_t each;
+    void apply(float *rows, int64_t slivers, int64_t k, int64_t depth) const {
+        for (int64_t s = 0; of_sample && s < slivers; ++s)
+            for (int64_t i = 0; i < depth; ++i, rows += SLIVER) {
+                const float factor = of_sample[(k + i) / each];
+#pragma omp simd
+                for (int r = 0; r < SLIVER; ++r) rows[r] *= factor;
+            }
+    }
+};
+
+// Forms outputs [w0, w0 + wide) x [t0, t0 + tall) of one sample: take(sums, t, w, rows, columns) gets each cell.
+template <class Take>
+INLINE void direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t sample, int64_t w0, int64_t wide,
+                         int64_t t0, int64_t tall, int64_t positions, const Factors &factors, DirectScratch &my,
+                         Take take) {
     const int64_t slivers = ceil_div(wide, SLIVER), halves = ceil_div(tall, HALF);
     const bool kept = positions > DEEP;  // sums wait for the next piece
     // Few rows do not repay a copy of the columns: whole slivers are read where they are.
     const int64_t in_place = w.type == FASTDP_FLOAT32 && w.column == 1 && halves <= 4 ? wide / SLIVER : 0;
-    double total = 0;
     for (int64_t k = 0; k < positions; k += DEEP) {
         const int64_t depth = min64(DEEP, positions - k), size = depth * SLIVER;
         for (int64_t s = in_place; s < slivers; ++s)
@@ -47,6 +62,7 @@ double direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t samp
         for (int64_t s = 0; s < ceil_div(tall, SLIVER); ++s)
             pack_sliver(at(t.data, t.type, sample * t.batch + k * t.row + (t0 + s * SLIVER) * t.column), t.type,
                         t.column, t.row, (int)min64(SLIVER, tall - s * SLIVER), depth, my.rows + s * size);
+        factors.apply(my.rows, ceil_div(tall, SLIVER), k, depth);
         for (int64_t s = 0, group; s < slivers; s += group) {
             const bool here = s < in_place;
             group = min64(GROUP, (here ? in_place : slivers) - s);
@@ -59,11 +75,31 @@ double direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t samp
                 multiply((int)group, my.rows + r / 2 * size + r % 2 * HALF, three, stride, lines,
                          depth > FLUSH ? 2 : 1, k == 0, sums);
                 for (int j = 0; j < group && k + DEEP >= positions; ++j)
-                    total += square_cell(sums + j * CELL, (int)min64(HALF, tall - r * HALF),
-                                         (int)min64(SLIVER, wide - (s + j) * SLIVER));
+                    take(sums + j * CELL, t0 + r * HALF, w0 + (s + j) * SLIVER, (int)min64(HALF, tall - r * HALF),
+                         (int)min64(SLIVER, wide - (s + j) * SLIVER));
             }
         }
     }
+}
+
+// A block of a product whose larger side is w: block `number` of those that the product has.
+struct Block {
+    int64_t w0, wide, t0, tall;
+    Block(int64_t number, const fastdp_matrix &w, const fastdp_matrix &t) {
+        const int64_t across = ceil_div(w.columns, WIDE);
+        w0 = number % across * WIDE, t0 = number / across * TALL;
+        wide = min64(WIDE, w.columns - w0), tall = min64(TALL, t.columns - t0);
+    }
+};
+
+// The sum of squares of a block's outputs.
+double direct_squares(const fastdp_matrix &w, const fastdp_matrix &t, int64_t sample, const Block &block,
+                      int64_t positions, DirectScratch &my) {
+    double total = 0;
+    direct_block(w, t, sample, block.w0, block.wide, block.t0, block.tall, positions, Factors{nullptr, 1}, my,
+                 [&](const double *sums, int64_t, int64_t, int rows, int columns) {
+                     total += square_cell(sums, rows, columns);
+                 });
     return total;
 }
 
@@ -81,8 +117,7 @@ fastdp_matrix rows_from(const fastdp_matrix &m, int64_t start) {
 
 double direct_norm(const fastdp_matrix &a, const fastdp_matrix &g, int64_t rows, int64_t block, DirectScratch &my) {
     const fastdp_matrix &w = a.columns >= g.columns ? a : g, &t = a.columns >= g.columns ? g : a;
-    const int64_t across = ceil_div(w.columns, WIDE), w0 = block % across * WIDE, t0 = block / across * TALL;
-    return direct_block(w, t, 0, w0, min64(WIDE, w.columns - w0), t0, min64(TALL, t.columns - t0), rows, my);
+    return direct_squares(w, t, 0, Block(block, w, t), rows, my);
 }
 
 double square_row(const fastdp_matrix &m, int64_t row, float *memory) {
@@ -137,17 +172,32 @@ int64_t fastdp_direct_parts(int64_t batch, int64_t inputs, int64_t outputs) {
 void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
                           double *norm_sq, double *parts, void *scratch, int threads) {
     const fastdp_matrix &w = a->columns >= g->columns ? *a : *g, &t = a->columns >= g->columns ? *g : *a;
-    const int64_t each = direct_jobs(w.columns, t.columns), across = ceil_div(w.columns, WIDE), jobs = batch * each;
+    const int64_t each = direct_jobs(w.columns, t.columns), jobs = batch * each;
     const int team = (int)max64(1, min64(threads, jobs));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
-    for (int64_t job = 0; job < jobs; ++job) {
-        const int64_t block = job % each, w0 = block % across * WIDE, t0 = block / across * TALL;
-        parts[job] = direct_block(w, t, job / each, w0, min64(WIDE, w.columns - w0), t0, min64(TALL, t.columns - t0),
-                                  positions, ((DirectScratch *)scratch)[omp_get_thread_num()]);
-    }
+    for (int64_t job = 0; job < jobs; ++job)
+        parts[job] = direct_squares(w, t, job / each, Block(job % each, w, t), positions,
+                                    ((DirectScratch *)scratch)[omp_get_thread_num()]);
     for (int64_t b = 0; b < batch; ++b) {
         norm_sq[b] = 0;
         for (int64_t i = 0; i < each; ++i) norm_sq[b] += parts[b * each + i];
+    }
+}
+
+void fastdp_linear_sum(const fastdp_matrix *a, const fastdp_matrix *g, const float *factors, int64_t batch,
+                       int64_t positions, float *out, void *scratch, int threads) {
+    const bool larger = a->columns >= g->columns;
+    const fastdp_matrix &w = larger ? *a : *g, &t = larger ? *g : *a;
+    const int64_t jobs = direct_jobs(w.columns, t.columns), rows = larger ? a->columns : 1, columns = larger ? 1 : a->columns;
+    const int team = (int)max64(1, min64(threads, jobs));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
+    for (int64_t job = 0; job < jobs; ++job) {
+        const Block block(job, w, t);
+        direct_block(w, t, 0, block.w0, block.wide, block.t0, block.tall, batch * positions, Factors{factors, positions},
+                     ((DirectScratch *)scratch)[omp_get_thread_num()],
+                     [&](const double *sums, int64_t t0, int64_t w0, int tall, int wide) {
+                         store_cell(sums, tall, wide, out + t0 * rows + w0 * columns, rows, columns);
+                     });
     }
 }
 

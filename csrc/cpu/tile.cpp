@@ -295,4 +295,13 @@ CLONES double square_cell(const double *sums, int rows, int columns) {
     return sum;
 }
 
+CLONES void store_cell(const double *sums, int rows, int columns, float *out, int64_t row, int64_t column) {
+    if (column == 1)
+        for (int r = 0; r < rows; ++r)
+            for (int c = 0; c < columns; ++c) out[r * row + c] = (float)sums[r * SLIVER + c];
+    else
+        for (int c = 0; c < columns; ++c)
+            for (int r = 0; r < rows; ++r) out[c * column + r * row] = (float)sums[r * SLIVER + c];
+}
+
 }  // namespace fastdp

@@ -58,6 +58,9 @@ void add_squares(const float *sliver, int64_t count, double *dst);
 // The sum of squares of sums[r][c], r < rows, c < columns, of a cell.
 double square_cell(const double *sums, int rows, int columns);
 
+// out[r * row + c * column] = sums[r][c], r < rows, c < columns, of a cell.
+void store_cell(const double *sums, int rows, int columns, float *out, int64_t row, int64_t column);
+
 }  // namespace fastdp
 
 #endif

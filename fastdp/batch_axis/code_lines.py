@@ -6,6 +6,7 @@ import dis
 import functools
 import itertools
 import math
+import re
 import sys
 from collections.abc import Iterable
 from types import CodeType
@@ -87,6 +88,42 @@ def _lines_of(code: CodeType) -> dict[int, _Line]:
         elif step.opname == "LOAD_GLOBAL":
             globals_.append(step.argval)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _locals_of(code: CodeType) -> tuple[dict[int, set[str]], dict[str, list[tuple[int, int]]]]:
+    """The variables that each line reads, and where each variable is assigned: (line, its place where a tuple is
+    unpacked, else -1)."""
+    read: dict[int, set[str]] = {}
+    stored: dict[str, list[tuple[int, int]]] = {}
+    line, left, count = code.co_firstlineno, 0, 0
+    for step in dis.get_instructions(code):
+        positions = getattr(step, "positions", None)
+        line = (positions.lineno if positions is not None else step.starts_line) or line
+        if step.opname == "UNPACK_SEQUENCE":
+            left = count = step.argval
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        for kind, name in zip(_OPERATION.findall(step.opname), names, strict=False):
+            if kind == "LOAD":
+                read.setdefault(line, set()).add(name)
+            else:
+                stored.setdefault(name, []).append((line, count - left if left else -1))
+                left = max(0, left - 1)
+    return read, stored
+
+
+_OPERATION = re.compile("(LOAD|STORE)_(?:FAST|DEREF|NAME)")
+
+
+def assigned(frame: Any, number: int) -> list[tuple[int, int]] | None:
+    """Where the variables with this value that a frame's line reads were assigned in its code: (line, place in what was
+    unpacked, or -1). None: it reads none, or one that the code was given."""
+    read, stored = _locals_of(frame.f_code)
+    held = frame.f_locals
+    names = [name for name in read.get(frame.f_lineno, ()) if type(held.get(name)) is int and held[name] == number]
+    if not names or any(name not in stored for name in names):
+        return None
+    return [place for name in names for place in stored[name]]
 
 
 @functools.lru_cache(maxsize=1024)

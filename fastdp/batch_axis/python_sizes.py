@@ -23,7 +23,7 @@ from ..utils.code_location import FASTDP, TORCH, users
 from . import operator_table, tensor_notes
 from .batch_positions import is_random, made_in_sight
 from .calls import Call
-from .code_lines import has_name, is_named_square, is_number, is_written, literal_in_code, shape_dims
+from .code_lines import assigned, has_name, is_named_square, is_number, is_written, literal_in_code, shape_dims
 from .layout import layout_on
 from .totals import share_of
 
@@ -61,6 +61,7 @@ class Sizes:
         self._batch = 0
         self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
         self._lines: dict[tuple[CodeType, int], set[int]] = {}  # that asked for sizes: those told but the batch's
+        self._dims: dict[tuple[CodeType, int], int] = {}  # where in a shape that a line took the batch's size stands
         self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
         # (sizes told, number); None: cleared
         self._series: dict[Any, list[tuple[tuple[float, ...], float]] | None] = {}
@@ -91,6 +92,7 @@ class Sizes:
         dims: Sequence[int] = [dim] if dim is not None else ()
         if isinstance(found, tuple):
             dims = shape_dims(frame.f_code, frame.f_lineno)
+            self._dims[frame.f_code, frame.f_lineno] = layout.dim
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
             beside = {found} if found % batch or (dim is not None and dim % tensor.dim() != layout.dim) else set()
@@ -162,13 +164,34 @@ class Sizes:
 
     def is_batch(self, certain: bool) -> bool:
         """Whether a size that equals the batch's is, by the code that calls now, most likely that: the code has asked
-        for sizes, and has not written this one down. certain: nor has it been told one of another dimension."""
-        frame: Any = sys._getframe(1) if self._codes and not (certain and self._batch in self._beside) else None
-        while frame is not None and frame.f_code not in self._codes:
-            if not _is_ours(frame.f_code.co_filename) and literal_in_code(frame, self._batch, self._codes):
-                return False
+        for sizes, and has neither written this one down nor taken it from elsewhere. certain: its variable was assigned
+        where the batch's size was told; or no other dimension has this size."""
+        frame: Any = sys._getframe(1) if self._codes else None
+        asked = False
+        while frame is not None and not asked:
+            if not _is_ours(frame.f_code.co_filename):
+                if literal_in_code(frame, self._batch, self._codes):
+                    return False
+                if (told := self._told_at(frame)) is not None:
+                    return told
+            asked = frame.f_code in self._codes
             frame = frame.f_back
-        return frame is not None and not literal_in_code(frame, self._batch, self._codes)
+        return asked and not (certain and self._batch in self._beside)
+
+    def _told_at(self, frame: Any) -> bool | None:
+        """Whether the batch's size, as a frame's line reads it, was told as that; None if this is not known."""
+        code = frame.f_code
+        if _BATCH in self._lines.get((code, frame.f_lineno), ()):
+            return True
+        places = assigned(frame, self._batch)
+        if places is None:
+            return None
+        found = [
+            _BATCH in self._lines.get((code, line), ()) and place in (-1, self._dims.get((code, line), place))
+            for line, place in places
+        ]
+        several = [len(self._lines.get((code, line), ())) > 1 and place < 0 for line, place in places]
+        return None if any(several) or len({*found}) > 1 else found[0]
 
     def _is_else(self, frame: Any, number: float) -> bool:
         """Whether a number is, most likely, one that the line names, or follows from, or a product of other sizes."""

@@ -68,6 +68,8 @@ def note_repeated(call: Call, is_batch_size: Callable[[bool], bool]) -> None:
     if call.in_place or call.batch <= 1:
         return
     given = {id(t): note for t in call.tensors if (note := repeated_of(t)) is not None}
+    if any(t.requires_grad and id(t) not in given for t in call.tensors) and given:
+        return  # made of other parameters, too, which are no sample's
     if not given:
         layout = _repeats(call)
         if layout is not None:
@@ -133,7 +135,7 @@ def with_rows(forward_pass: RepeatingPass, call: Call, has_data: bool) -> Call |
         found = [(t, note) for t, note in found if t.requires_grad and (note.sources or not closed)]
     else:
         others = [t for t in call.tensors if forward_pass.is_parameter(t) and repeated_of(t) is None]
-        if not others:
+        if not others or not all(note.certain for _, note in found):
             return None
         if call.name in operator_table.ELEMENTWISE:
             return _with_repeated(forward_pass, call, others, *found[0])
@@ -148,14 +150,14 @@ def with_rows(forward_pass: RepeatingPass, call: Call, has_data: bool) -> Call |
 
 def _takes(call: Call, tensor: Tensor, note: Repeated, has_data: bool) -> bool:
     """Whether rows of this argument are most likely samples, not as many channels of a weight."""
-    first = not has_data and any(each is tensor for each in call.args[:1])
-    if call.func in _ATTENTION:
-        return True
+    if not has_data:
+        place = 1 if call.name == "addmm" else 0
+        first = any(each is tensor for each in call.args[place : place + 1])
+        return call.func in _ATTENTION or (call.func in USE_RULES or call.name in _PRODUCTS) and first
     if call.name in _PRODUCTS:
-        return first or note.layout.dim - tensor.dim() <= -3
-    if call.name in operator_table.ELEMENTWISE | operator_table.STACKING:
-        return has_data
-    return first if call.func in USE_RULES else note.certain
+        return note.layout.dim - tensor.dim() <= -3
+    known = call.func in _ATTENTION or call.name in operator_table.ELEMENTWISE | operator_table.STACKING
+    return known or (note.certain and call.func not in USE_RULES)
 
 
 def _with_repeated(
@@ -163,7 +165,7 @@ def _with_repeated(
 ) -> Call | None:
     """The call with other parameters repeated like this one, if they have the same numbers for all of its rows."""
     beside = note.layout.dim - tensor.dim()
-    if not note.certain or not note.layout.plain:
+    if not note.layout.plain:
         return None
     made: dict[int, Tensor] = {}
     for other in others:

@@ -27,6 +27,7 @@ TINY = 1.2e-38  # a product of float32 may lose so much
 GRAM_PARTS = 4  # numbers of a block of the compiled kernel (csrc/cpu/gram.h)
 BLOCK_ROWS = 256  # rows of a product on the CPU whose terms a library sums as it likes
 MANY_POSITIONS = 48  # of which each is so small a part of a sample's that such sums are off by less than is tolerated
+FEW_ROWS = 32  # MEASURED: products of fewer are torch's sooner
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
@@ -171,6 +172,27 @@ def _clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor | None = None) ->
     return _products(*_weighted(a, g, c), positions, into)
 
 
+def _clipped_sum_cpu(a: Tensor, g: Tensor, c: Tensor, into: Tensor | None = None) -> Tensor:
+    """The compiled kernel; what it does not take (float64), or a library multiplies faster, is left to that."""
+    a, g = shaped(a, g)
+    batch, t, i = a.shape
+    if not extension.takes(a, g) or c.device != a.device or batch * t < FEW_ROWS:
+        return _clipped_sum(a, g, c, into)
+    c, a, g = of_kept(c, a, g)
+    batch = len(c)
+    if not a.numel() or not g.numel():
+        return _clipped_sum(a, g, c, into)
+    kernels, threads = extension.module(), torch.get_num_threads()
+    out = a.new_empty(g.size(2), i, dtype=torch.float32) if into is None else into
+    a, g, factors = a.reshape(1, -1, i), g.reshape(1, -1, g.size(2)), c.float().contiguous()
+    memory = extension.scratch(threads * kernels.direct_scratch())
+    kernels.linear_sum(
+        extension.matrix(a), extension.matrix(g), factors.data_ptr(), batch, t, out.data_ptr(), memory.data_ptr(),
+        threads,
+    )  # fmt: skip
+    return out
+
+
 def _products(a: Tensor, g: Tensor, positions: int, into: Tensor | None = None) -> Tensor:
     """g^T a of one or several pairs a [*,n,I] and g [*,n,O], whose rows are so many positions of each sample."""
     multiply, add = (torch.mm, torch.addmm) if a.dim() == 2 else (torch.bmm, torch.baddbmm)
@@ -206,7 +228,7 @@ def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tens
         return _clipped_sum_op(a, g, c)  # type: ignore[no-any-return]
     if a.dtype == torch.float64:
         return _clipped_sum(a, g, c)
-    return _clipped_sum(a, g, c, into)
+    return (_clipped_sum_cpu if _clipped_sum_op.is_shipped("cpu") else _clipped_sum)(a, g, c, into)
 
 
 _norm_sq_op = define(
@@ -226,6 +248,7 @@ _clipped_sum_op = define(
     "linear_clipped_sum(Tensor a, Tensor g, Tensor c) -> Tensor",
     _clipped_sum,
     lambda a, g, c: a.new_empty(g.size(-1), a.size(-1), dtype=sum_type(a)),
+    CPU=cpp(_clipped_sum_cpu),
     CUDA=extension.on_cuda("clipped", "linear_clipped_sum", _clipped_sum),
 )
 

@@ -95,12 +95,8 @@ def net(forward):
         "conv": nn.Conv1d(D, D, 3, padding=1), "attention": nn.MultiheadAttention(D, 2, batch_first=True),
         "rows_first": nn.MultiheadAttention(D, 2), "gru": nn.GRU(D, D, batch_first=True),
     }  # fmt: skip
-    model = Net(forward, **parts, q=P(N, D), places=P(N, D), scale=P(1), begin=P(1, D))
-    forward(model, torch.randn(B, T, D)).sum().backward()
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-        parameter.grad = None
-    return model
+    more = {"q": P(N, D), "places": P(N, D), "scale": P(1), "begin": P(1, D)}
+    return net_of(forward, torch.randn(B, T, D), **parts, **more)
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -112,6 +108,16 @@ def test_each_sample_has_the_gradient_of_its_copy(name):
         assert use.operand.numel() <= leaves_of(use.operand)[0].numel()
 
 
+def net_of(forward, x, **parts):
+    """A net with those of its parameters trained that the forward uses."""
+    model = Net(forward, **parts)
+    forward(model, x).sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    return model
+
+
 def depthwise(m, x, scale=1.0):
     channels = x.size(1)
     return F.conv1d(x, m.kernel.expand(channels, 1, 3) * scale, groups=channels)
@@ -119,7 +125,7 @@ def depthwise(m, x, scale=1.0):
 
 def per_head(m, x):
     heads = x.size(1)
-    return x + m.begin[None].expand(heads, T, D) * m.scale
+    return x + m.begin[None].expand(heads, B, D) * m.scale
 
 
 def outputs(m, x):
@@ -127,13 +133,39 @@ def outputs(m, x):
     return x @ (m.begin.expand(many, D) + m.kernel.sum())
 
 
+def slots(m, x):
+    """As many as there are samples, by an attribute."""
+    many = m.many
+    return look(m.a(m.begin.expand(many, D)), x)
+
+
+def by_token(m, x):
+    batch, tokens, width = x.shape
+    return x + m.a(m.begin.expand(tokens, width))
+
+
+def latents(m, x):
+    batch, tokens, width = x.shape
+    return look(m.a(m.q.expand(batch, -1, -1) + m.places), x)
+
+
+def latents_told_apart(m, x):
+    """Of a size that a function was given: the batch's or the tokens'."""
+    return (lambda batch: look(m.a(m.q.expand(batch, -1, -1) * m.scale + m.places), x))(x.shape[0])
+
+
 OTHER_SIZES = {
     "channels": (depthwise, (B, B, T)),
     "channels, scaled": (lambda m, x: depthwise(m, x, m.scale), (B, B, T)),
     "channels, by channel": (lambda m, x: depthwise(m, x, m.each), (B, B, T)),
-    "heads": (per_head, (B, B, T, D)),
+    "heads": (per_head, (B, B, B, D)),
     "outputs": (outputs, (B, B)),
     "as many rows as numbers": (lambda m, x: x + m.begin.expand(x.size(1), -1)[:, :1].t(), (B, B)),
+    "slots": (slots, (B, T, D)),
+    "tokens": (by_token, (B, B, D)),
+    "tokens, asked there": (lambda m, x: x + m.a(m.begin.expand(x.size(1), D)), (B, B, D)),
+    "places added": (latents, (B, B, D)),
+    "places added, of a number given": (latents_told_apart, (B, B, D)),
 }
 
 
@@ -141,12 +173,27 @@ OTHER_SIZES = {
 def test_other_sizes_may_equal_the_batch(name):
     torch.manual_seed(0)
     forward, shape = OTHER_SIZES[name]
-    model = Net(forward, kernel=P(1, 1, 3), scale=P(1), each=P(B, 1, 1), places=P(T, 1), begin=P(1, D))
     x = torch.randn(shape)
-    forward(model, x).sum().backward()
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-        parameter.grad = None
+    parts = {"kernel": P(1, 1, 3), "scale": P(1), "each": P(B, 1, 1), "begin": P(1, D), "q": P(N, D)}
+    model = net_of(forward, x, **parts, places=P(N, D), a=nn.Linear(D, D), many=B)
+    assert compare(model, x, square).worst < 1e-5
+
+
+WITH_OTHERS = {
+    "addmm": lambda m, x: look(torch.addmm(m.begin[0], m.q.repeat(len(x), 1), m.w).view(len(x), N, D), x),
+    "tensordot": lambda m, x: look(torch.tensordot(m.q.expand(len(x), -1, -1), m.w, 1), x),
+    "joined": lambda m, x: look(torch.cat([m.q.expand(len(x), -1, -1), torch.stack([m.begin] * len(x))], 1), x),
+    "joined, and a layer": lambda m, x: look(
+        m.a(torch.cat([m.q.expand(len(x), -1, -1), torch.stack([m.begin] * len(x))], 1)), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_OTHERS)
+def test_no_parameter_beside_the_copies_is_left_out(name):
+    torch.manual_seed(0)
+    x = torch.randn(B, T, D)
+    model = net_of(WITH_OTHERS[name], x, q=P(N, D), w=P(D, D), begin=P(1, D), a=nn.Linear(D, D))
     assert compare(model, x, square).worst < 1e-5
 
 
