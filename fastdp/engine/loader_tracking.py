@@ -45,7 +45,8 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
     _LAST.append(moment)
     _FOLLOWED[0] = moment.number, loader
     engine = _ENGINES_OF.get(loader)
-    start(size, moment, engine if engine in engines else engines[0], [])
+    newest = max(engines, key=lambda each: each.number)  # an older one may be Python's to collect
+    start(size, moment, engine if engine in engines else newest, [])
     with torch._C.DisableTorchFunction():
         listed = listed_one_by_one(batch, size)
         for tensor in nested_tensors(batch):

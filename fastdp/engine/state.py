@@ -6,6 +6,7 @@ Passes of capture write to it, the modes that follow a loss ask it, and `fastdp.
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from typing import Any
@@ -33,11 +34,15 @@ class Running(threading.local):
         self.active: Any = None  # fastdp.engine.capture.Pass
 
 
+_NUMBERS = itertools.count()
+
+
 class Engine:
     """One model's engine."""
 
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         self.model, self.backward, self.batching = model, backward, batching
+        self.number = next(_NUMBERS)
         self.planner, self.mean = backward.planner, backward.mean  # of routes; whether the loss is to be a mean
         batching.bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on

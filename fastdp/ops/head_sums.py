@@ -16,7 +16,7 @@ from torch import Tensor
 from .bounds import added, enlarged, roundings, unit
 from .common import accumulate, chunks, exactly, full_float32, sum_type
 from .head import Head, words
-from .linear import norm_sq_and_bound
+from .linear import norm_sq_and_bound, write_clipped_sum
 
 TOKENS = 4096  # at once, at least those of a sample: products of so many rows run at full speed
 _NOTHING = 1e4  # a log-sum-exp that makes all probabilities of a token 0
@@ -77,11 +77,9 @@ def clipped_sum(
     if not rows.numel():
         return out.zero_()
     with _alone():
-        scaled = accumulate(rows) * factor.unsqueeze(1)
         for start, stop in words(rows.size(0), head.vocabulary, _bytes(h)):
             g = head.gradient(rows, y, own, start, stop)
-            with full_float32(out):
-                torch.mm(g.t(), scaled, out=out[start:stop])
+            write_clipped_sum(rows, g, factor, out[start:stop])
             del g
     return out
 

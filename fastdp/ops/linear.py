@@ -214,21 +214,29 @@ def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
     """`linear_clipped_sum` of `count` products at once, a [count * B,T,I] and g [count * B,T,O], one product after the
     other, with factors c [count * B], or the same ones [B]: [count,O,I]."""
     c = each_its_own(c, a.size(0))
-    if a.device.type in _clipped_sum_op.own:
+    rows = a.size(0) // count * a.size(1)
+    if a.device.type in _clipped_sum_op.own or (a.device.type == "cpu" and rows >= FEW_ROWS):
         pairs = zip(a.chunk(count), g.chunk(count), c.chunk(count), strict=True)
         return torch.stack([_clipped_sum_op(*each) for each in pairs])
     a, g = by_factors(accumulate(a), accumulate(g), c)
-    rows = a.size(0) // count * a.size(1)
     return _products(a.reshape(count, rows, -1), g.reshape(count, rows, -1), a.size(1))
 
 
 def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tensor:
-    """`linear_clipped_sum` into float32 memory on the CPU whose contents do not matter."""
+    """`linear_clipped_sum`, in float32 memory whose contents do not matter if a kernel can write there."""
     if a.device.type in _clipped_sum_op.own:
         return _clipped_sum_op(a, g, c)  # type: ignore[no-any-return]
     if a.dtype == torch.float64:
         return _clipped_sum(a, g, c)
-    return (_clipped_sum_cpu if _clipped_sum_op.is_shipped("cpu") else _clipped_sum)(a, g, c, into)
+    compiled = a.device.type == "cpu" and _clipped_sum_op.is_shipped("cpu")
+    return (_clipped_sum_cpu if compiled else _clipped_sum)(a, g, c, into)
+
+
+def write_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> None:
+    """`linear_clipped_sum` into memory whose contents do not matter."""
+    found = overwrite_clipped_sum(a, g, c, into)
+    if found.data_ptr() != into.data_ptr():
+        into.copy_(found)
 
 
 _norm_sq_op = define(

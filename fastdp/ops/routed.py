@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from . import bounds, extension, segments
-from .common import accumulate, by_factors, full_float32, norm_type, of_kept, sum_type
-from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
+from .common import accumulate, norm_type, sum_type
+from .linear import (
+    GRAM_TOLERANCE,
+    ROUNDING_COMPILED,
+    UNDERFLOW,
+    compiled_gram_is_cheaper,
+    reference_norm_sq,
+    write_clipped_sum,
+)
 from .registry import cpp, define
 
 
@@ -116,10 +123,7 @@ def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Te
         if rows.start == rows.stop:
             into[expert].zero_()
             continue
-        factors, x, y = of_kept(c[owner[rows]], accumulate(a[rows]), accumulate(g[rows]))
-        x, y = by_factors(x, y, factors)
-        with full_float32(into):
-            torch.mm(y.mT.to(into.dtype), x.to(into.dtype), out=into[expert])
+        write_clipped_sum(a[rows], g[rows], c[owner[rows]], into[expert])
     return into if batch else into.zero_()
 
 
