@@ -135,6 +135,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("embedding_clipped_sum", &embedding_clipped_sum, "clipped sum of table gradients; see fastdp.h");
     bind<fastdp_norm_affine>(module, "norm_affine", "gradients of layer norm's affine parameters; see fastdp.h");
     bind<fastdp_group_affine>(module, "group_affine", "gradients of group norm's affine parameters; see fastdp.h");
+    bind<fastdp_pack_columns>(module, "pack_columns", "a matrix as slivers of columns; see fastdp.h");
+    bind<fastdp_packed_product>(module, "packed_product");
     bind<fastdp_lstm_step>(module, "lstm_step", "a step of an LSTM beside its product; see fastdp.h");
     bind<fastdp_lstm_step_back>(module, "lstm_step_back");
     bind<fastdp_gru_step>(module, "gru_step", "a step of a GRU beside its product; see fastdp.h");

@@ -227,7 +227,18 @@ void fastdp_group_affine(const void *x, const void *g, int type, const void *mea
 
 /* ---------------------------------------------------------------- recurrent layers (csrc/cpu/recurrent.cpp)
  *
- * A step beside its product with the state's matrix, in the formulas of torch.nn. Of samples that are not active [batch]
+ * packed: a matrix [depth, columns] in any strides as slivers of 16 columns, SLIVER ceil(columns / SLIVER) depth floats.
+ */
+void fastdp_pack_columns(const float *matrix, int64_t columns, int64_t depth, int64_t column, int64_t row,
+                         float *packed, int threads);
+
+/* out [batch, columns] = rows [batch, depth] times that matrix, plus bias [columns], or plus itself where bias is NULL.
+ * packed_rows: scratch of SLIVER ceil(batch / SLIVER) depth floats.
+ */
+void fastdp_packed_product(const float *rows, const float *packed, const float *bias, int64_t batch, int64_t depth,
+                           int64_t columns, float *packed_rows, float *out, int threads);
+
+/* A step beside its product with the state's matrix, in the formulas of torch.nn. Of samples that are not active [batch]
  * (NULL: all are) the state stays. What is not named is [batch, size].
  *
  * LSTM: x, product, gates [batch, 4, size]: the input's and the state's part of the arguments of i, f, g, o, with

@@ -1,9 +1,11 @@
-// A step of an LSTM or GRU beside its product with the state's matrix, forward and backward: in one pass what takes
-// torch a dozen calls on tensors of a few thousand numbers.
+// A step of an LSTM or GRU, forward and backward: its product with the state's matrix, which is laid out once for all
+// steps, and in one pass what else takes torch a dozen calls on tensors of a few thousand numbers.
 #include "threads.h"
+#include "tile.h"
 #include "types.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace {
 
@@ -112,6 +114,48 @@ INLINE void stay(const float *before, const float *of_state, int64_t at, int64_t
 }
 
 }  // namespace
+
+void fastdp_pack_columns(const float *matrix, int64_t columns, int64_t depth, int64_t column, int64_t row,
+                         float *packed, int threads) {
+    using namespace fastdp;
+    const int64_t slivers = ceil_div(columns, SLIVER);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t s = 0; s < slivers; ++s)
+        pack_sliver(matrix + s * SLIVER * column, FASTDP_FLOAT32, column, row,
+                    (int)min64(SLIVER, columns - s * SLIVER), depth, packed + s * SLIVER * depth);
+}
+
+void fastdp_packed_product(const float *rows, const float *packed, const float *bias, int64_t batch, int64_t depth,
+                           int64_t columns, float *packed_rows, float *out, int threads) {
+    using namespace fastdp;
+    const int64_t slivers = ceil_div(columns, SLIVER), size = SLIVER * depth, groups = ceil_div(slivers, GROUP);
+    for (int64_t b = 0; b < batch; b += SLIVER)
+        pack_sliver(rows + b * depth, FASTDP_FLOAT32, depth, 1, (int)min64(SLIVER, batch - b), depth,
+                    packed_rows + b * depth);
+    std::vector<Line> lines;
+    for (int64_t k = 0; k < depth; k += FLUSH) lines.push_back({k * SLIVER, min64(FLUSH, depth - k)});
+    const int team = (int)max64(1, min64(threads, groups));
+#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
+    for (int64_t job = 0; job < groups; ++job) {
+        const int64_t s = job * GROUP;
+        const int group = (int)min64(GROUP, slivers - s);
+        const float *from = packed + s * size, *const three[GROUP] = {from, from + size, from + 2 * size};
+        double sums[GROUP * CELL];
+        for (int64_t b = 0; b < batch; b += HALF) {
+            multiply(group, packed_rows + b / SLIVER * size + b % SLIVER, three, SLIVER, lines.data(),
+                     (int64_t)lines.size(), true, sums);
+            for (int j = 0; j < group; ++j) {
+                const int64_t first = (s + j) * SLIVER, wide = min64(SLIVER, columns - first);
+                for (int64_t r = 0; r < min64(HALF, batch - b); ++r) {
+                    float *to = out + (b + r) * columns + first;
+                    const float *base = bias ? bias + first : to;
+                    const double *sum = sums + j * CELL + r * SLIVER;
+                    for (int64_t c = 0; c < wide; ++c) to[c] = base[c] + (float)sum[c];
+                }
+            }
+        }
+    }
+}
 
 void fastdp_lstm_step(const float *x, const float *product, const float *cell, const float *state,
                       const uint8_t *active, int64_t batch, int64_t size, float *gates, float *cell_after, float *bent,

@@ -226,19 +226,42 @@ def _places(array: Tensor | None) -> Iterable[int]:
     return range(array.data_ptr(), array.data_ptr() + array.nbytes, array[0].nbytes)
 
 
+class _Packed:
+    """A matrix [depth, columns] laid out once for products of every step with rows [batch, depth]."""
+
+    def __init__(self, matrix: Tensor, batch: int) -> None:
+        self.depth, self.columns = matrix.shape
+        self.batch, self.threads = batch, torch.get_num_threads()
+        self.matrix = matrix.new_empty(-(-self.columns // _SLIVER) * _SLIVER * self.depth)
+        self.rows = matrix.new_empty(-(-batch // _SLIVER) * _SLIVER * self.depth)
+        self.multiply = native().packed_product  # type: ignore[union-attr]
+        native().pack_columns(  # type: ignore[union-attr]
+            matrix.data_ptr(), self.columns, self.depth, matrix.stride(1), matrix.stride(0), self.matrix.data_ptr(),
+            self.threads,
+        )  # fmt: skip
+
+    def product(self, rows: int, bias: int, out: int) -> None:
+        """By addresses: the product and bias into out; without one, it is added to what is there."""
+        self.multiply(rows, self.matrix.data_ptr(), bias, self.batch, self.depth, self.columns, self.rows.data_ptr(),
+                      out, self.threads)  # fmt: skip
+
+
+_SLIVER = 16  # columns beside each other (csrc/cpu/tile.h)
+
+
 def _native_lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
                  active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
     if not _serves(x, h, c, weight, bias):
         return _lstm(x, h, c, weight, bias, active)
-    states, cells, turned, x = _begun(h, len(x)), _begun(c, len(x)), weight.t().contiguous(), x.contiguous()
+    states, cells, packed, x = _begun(h, len(x)), _begun(c, len(x)), _Packed(weight.t(), len(h)), x.contiguous()
     gates, bent, product = x.new_empty(x.shape), h.new_empty(len(x), *h.shape), x.new_empty(x.shape[1:])
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    bias = weight.new_zeros(len(weight)) if bias is None else bias.contiguous()
     active = None if active is None else active.contiguous()
     module: Any = native()
     threads, at_product = torch.get_num_threads(), product.data_ptr()
     places = zip(*map(_places, (x, cells, states, active, gates, cells[1:], bent, states[1:])), strict=False)
-    for state, (row, cell, before, on, *after) in zip(states, places, strict=False):
-        torch.addmm(bias, state, turned, out=product)
+    for row, cell, before, on, *after in places:
+        packed.product(before, bias.data_ptr(), at_product)
         module.lstm_step(row, at_product, cell, before, on, *h.shape, *after, threads)
     return states, gates, cells, bent
 
@@ -251,12 +274,13 @@ def _native_lstm_back(gates: Tensor, cells: Tensor, bent: Tensor, weight: Tensor
     of_c, of_h = c.clone(memory_format=torch.contiguous_format), (out[-1] + h).contiguous()
     grads, passed = gates.new_empty(gates.shape), h.new_empty(h.shape)
     module: Any = native()
-    threads, at_c = torch.get_num_threads(), of_c.data_ptr()
+    threads, at_c, packed = torch.get_num_threads(), of_c.data_ptr(), _Packed(weight, len(h))
     places = zip(*map(_places, (gates, cells, bent, active, grads)), itertools.chain((0,), _places(out)), strict=False)
-    for grad, (gate, cell, tanh, on, at_grad, before) in reversed(list(zip(grads, places, strict=False))):
-        module.lstm_step_back(gate, cell, tanh, of_h.data_ptr(), before, on, *h.shape, at_c, at_grad,
+    for gate, cell, tanh, on, grad, before in reversed(list(places)):
+        module.lstm_step_back(gate, cell, tanh, of_h.data_ptr(), before, on, *h.shape, at_c, grad,
                               passed.data_ptr(), threads)  # fmt: skip
-        of_h, passed = passed.addmm_(grad, weight), of_h
+        packed.product(grad, 0, passed.data_ptr())
+        of_h, passed = passed, of_h
     return grads, of_h, of_c
 
 
@@ -264,15 +288,15 @@ def _native_gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None,
                 active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
     if not _serves(x, h, weight, bias):
         return _gru(x, h, weight, bias, active)
-    states, turned, x = _begun(h, len(x)), weight.t().contiguous(), x.contiguous()
+    states, packed, x = _begun(h, len(x)), _Packed(weight.t(), len(h)), x.contiguous()
     gates, inner, product = x.new_empty(x.shape), h.new_empty(len(x), *h.shape), x.new_empty(x.shape[1:])
-    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    bias = weight.new_zeros(len(weight)) if bias is None else bias.contiguous()
     active = None if active is None else active.contiguous()
     module: Any = native()
     threads, at_product = torch.get_num_threads(), product.data_ptr()
     places = zip(*map(_places, (x, states, active, gates, inner, states[1:])), strict=False)
-    for state, (row, before, on, *after) in zip(states, places, strict=False):
-        torch.addmm(bias, state, turned, out=product)
+    for row, before, on, *after in places:
+        packed.product(before, bias.data_ptr(), at_product)
         module.gru_step(row, at_product, before, on, *h.shape, *after, threads)
     return states, gates, inner
 
@@ -285,12 +309,14 @@ def _native_gru_back(gates: Tensor, inner: Tensor, states: Tensor, weight: Tenso
     grads, products = gates.new_empty(gates.shape), gates.new_empty(gates.shape)
     of_h, passed = (out[-1] + h).contiguous(), h.new_empty(h.shape)
     module: Any = native()
-    threads, befores = torch.get_num_threads(), itertools.chain((0,), _places(out))
+    threads, packed = torch.get_num_threads(), _Packed(weight, len(h))
+    befores = itertools.chain((0,), _places(out))
     places = zip(*map(_places, (gates, inner, states, active, grads, products)), befores, strict=False)
-    for product, (gate, of_n, state, on, grad, at_product, before) in reversed(list(zip(products, places))):  # noqa: B905
-        module.gru_step_back(gate, of_n, state, of_h.data_ptr(), before, on, *h.shape, grad, at_product,
+    for gate, of_n, state, on, grad, product, before in reversed(list(places)):
+        module.gru_step_back(gate, of_n, state, of_h.data_ptr(), before, on, *h.shape, grad, product,
                              passed.data_ptr(), threads)  # fmt: skip
-        of_h, passed = passed.addmm_(product, weight), of_h
+        packed.product(product, 0, passed.data_ptr())
+        of_h, passed = passed, of_h
     return grads, products, of_h
 
 
