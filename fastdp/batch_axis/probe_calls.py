@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.common import autocast_kinds
 from ..utils.cache import Answers
 from ..utils.pytree import map_tensors, signature, tensors_in
 from .calls import Call, Inputs, Tags
@@ -89,8 +90,12 @@ def _grown_rows(layout: Layout) -> int:
 
 
 def _trial(call: Call, inputs: Inputs, grow: Grow) -> list[list[tuple[int, int]]] | None:
+    cast = autocast_kinds()
+
     def to_meta(tensor: Tensor) -> Tensor:
-        layout = call.layout(tensor)
+        layout, kind = call.layout(tensor), tensor.dtype
+        if tensor.device.type in cast and kind in (torch.bfloat16, torch.float16):
+            kind = torch.float32  # meta tensors are not cast to one type
         if layout is None:
             shape = grow(tensor, call.batch, inputs)
         else:
@@ -98,8 +103,8 @@ def _trial(call: Call, inputs: Inputs, grow: Grow) -> list[list[tuple[int, int]]
             if not (layout.mixed and (layout.dim >= len(shape) or shape[layout.dim] != layout.rows)):
                 shape[layout.dim] = _grown_rows(layout)
         if call.name in VIEWS:  # costs nothing, where the first use of meta tensors imports half of torch
-            return torch.empty((), dtype=tensor.dtype).expand(shape)
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+            return torch.empty((), dtype=kind).expand(shape)
+        return torch.empty(shape, dtype=kind, device="meta")
 
     try:
         with torch.no_grad():

@@ -143,3 +143,24 @@ def test_attention_across_samples_is_refused(wrong: str) -> None:
     with pytest.raises(SampleMixingError):
         model(torch.randn(B, T, D)).square().sum().backward()
     engine.detach()
+
+
+OF_TWO_TYPES: dict[str, Callable[..., Tensor]] = {
+    "attention by hand": lambda m, x: torch.softmax(m.few(x) @ x.mT, -1) @ x,
+    "bmm": lambda m, x: torch.bmm(torch.bmm(m.few(x), x.mT).float(), m.few(x)),
+    "einsum": lambda m, x: torch.einsum("btd,bsd->bts", m.few(x), x),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO_TYPES)
+def test_autocast_multiplies_two_types(name: str) -> None:
+    """16-bit results with data of float32, or weights that softmax gives so on a GPU."""
+    torch.manual_seed(0)
+    model, x = Net(OF_TWO_TYPES[name], few=nn.Linear(D, D)), torch.randn(B, T, D)
+
+    def losses(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = m(x)
+        return out.float().sin().flatten(1).sum(1)
+
+    assert compare(model, x, losses, double=False).worst < 2e-2
