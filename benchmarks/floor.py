@@ -6,10 +6,10 @@ gradient, weight gradient); an exact flat-clipped step takes the same three (the
     min(T (I + O) / (2 I O), 1, traffic)
 
 units: norms by the symmetric gram matrix, directly, or by storing per-sample gradients (their bytes, written and read
-once, at the machine's copy rate). Products with frozen weights and attention count the same in both. What the model
-spends elsewhere is ignored (look-ups, norm layers, the order of a recurrence, activations, the loss, noise, the
-optimizer, cross terms of tied weights), so a step that spends much there can come out below its floor, or above it, for
-reasons that are no product's.
+once, at the machine's copy rate), all at the speed of torch's products. Products with frozen weights and attention
+count the same in both. What the model spends elsewhere is ignored (look-ups, norm layers, the order of a recurrence,
+activations, the loss, noise, the optimizer, cross terms of tied weights), so a step that spends much there can come out
+below its floor, or above it, for reasons that are no product's.
 """
 
 from __future__ import annotations

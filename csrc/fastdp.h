@@ -121,7 +121,7 @@ int64_t fastdp_direct_parts(int64_t batch, int64_t inputs, int64_t outputs);
 void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
                           double *norm_sq, double *parts, void *scratch, int threads);
 
-/* out [O,I] = sum_b factors[b] G_b, of samples whose rows follow one another (batch strides are not read). Sums of FLUSH
+/* out [O,I] = sum_b factors[b] G_b, of samples whose rows follow one another (batch strides are not read). Sums of 128
  * rows are in float32, all others in double.
  */
 void fastdp_linear_sum(const fastdp_matrix *a, const fastdp_matrix *g, const float *factors, int64_t batch,

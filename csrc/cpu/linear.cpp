@@ -23,13 +23,16 @@ struct PackRows {
 
 // A job forms a block of WIDE x TALL outputs (columns of the wider operand x of the other).
 constexpr int64_t WIDE = 24 * SLIVER, TALL = 16 * SLIVER, DEEP = 2 * FLUSH;  // k packed at once
+constexpr int64_t WORTH_A_THREAD = 1 << 18;  // products of a sum
 
 struct DirectScratch {
     float cols[WIDE * DEEP], rows[TALL * DEEP];
     double sums[WIDE * TALL];
 };
 
-int64_t direct_jobs(int64_t wide, int64_t tall) { return ceil_div(wide, WIDE) * ceil_div(tall, TALL); }
+int64_t direct_jobs(int64_t wide, int64_t tall, int64_t most_wide = WIDE, int64_t most_tall = TALL) {
+    return ceil_div(wide, most_wide) * ceil_div(tall, most_tall);
+}
 
 // Factors of the samples by their rows, `each` of a sample; none: of 1.
 struct Factors {
@@ -85,10 +88,11 @@ INLINE void direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t
 // A block of a product whose larger side is w: block `number` of those that the product has.
 struct Block {
     int64_t w0, wide, t0, tall;
-    Block(int64_t number, const fastdp_matrix &w, const fastdp_matrix &t) {
-        const int64_t across = ceil_div(w.columns, WIDE);
-        w0 = number % across * WIDE, t0 = number / across * TALL;
-        wide = min64(WIDE, w.columns - w0), tall = min64(TALL, t.columns - t0);
+    Block(int64_t number, const fastdp_matrix &w, const fastdp_matrix &t, int64_t most_wide = WIDE,
+          int64_t most_tall = TALL) {
+        const int64_t across = ceil_div(w.columns, most_wide);
+        w0 = number % across * most_wide, t0 = number / across * most_tall;
+        wide = min64(most_wide, w.columns - w0), tall = min64(most_tall, t.columns - t0);
     }
 };
 
@@ -188,15 +192,21 @@ void fastdp_linear_sum(const fastdp_matrix *a, const fastdp_matrix *g, const flo
                        int64_t positions, float *out, void *scratch, int threads) {
     const bool larger = a->columns >= g->columns;
     const fastdp_matrix &w = larger ? *a : *g, &t = larger ? *g : *a;
-    const int64_t jobs = direct_jobs(w.columns, t.columns), rows = larger ? a->columns : 1, columns = larger ? 1 : a->columns;
-    const int team = (int)max64(1, min64(threads, jobs));
+    const int64_t row = larger ? a->columns : 1, column = larger ? 1 : a->columns, depth = batch * positions;
+    // Smaller blocks where there would be few for the threads; what a cell is added up from does not depend on them.
+    const int64_t wanted = min64(2 * threads, 1 + depth * w.columns * t.columns / WORTH_A_THREAD);
+    int64_t wide = WIDE, tall = TALL;
+    while (direct_jobs(w.columns, t.columns, wide, tall) < wanted && tall > 2 * SLIVER)
+        (3 * tall > wide ? tall : wide) /= 2;
+    const int64_t jobs = direct_jobs(w.columns, t.columns, wide, tall);
+    const int team = (int)max64(1, min64(threads, min64(jobs, wanted)));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t job = 0; job < jobs; ++job) {
-        const Block block(job, w, t);
-        direct_block(w, t, 0, block.w0, block.wide, block.t0, block.tall, batch * positions, Factors{factors, positions},
+        const Block block(job, w, t, wide, tall);
+        direct_block(w, t, 0, block.w0, block.wide, block.t0, block.tall, depth, Factors{factors, positions},
                      ((DirectScratch *)scratch)[omp_get_thread_num()],
-                     [&](const double *sums, int64_t t0, int64_t w0, int tall, int wide) {
-                         store_cell(sums, tall, wide, out + t0 * rows + w0 * columns, rows, columns);
+                     [=](const double *sums, int64_t t0, int64_t w0, int rows, int columns) {
+                         store_cell(sums, rows, columns, out + t0 * row + w0 * column, row, column);
                      });
     }
 }

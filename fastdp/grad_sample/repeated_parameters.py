@@ -36,7 +36,7 @@ _FILLED = operator_table.FILLING - {"empty", "new", "new_empty"} - operator_tabl
 class Repeated(NamedTuple):
     """Where a tensor made of parameters, or a constant beside them, holds the rows of each sample.
 
-    certain: nothing else in this forward has the size of the batch.
+    certain: its number of copies is the batch's size, and not another one that is equal.
     sources: the repeated tensors that it is made of, with nothing between that joins rows, and their layouts; none: it
     is one itself.
     """
@@ -68,7 +68,7 @@ def note_repeated(call: Call, is_batch_size: Callable[[bool], bool]) -> None:
     if call.in_place or call.batch <= 1:
         return
     given = {id(t): note for t in call.tensors if (note := repeated_of(t)) is not None}
-    if any(t.requires_grad and id(t) not in given for t in call.tensors) and given:
+    if given and any(t.requires_grad and id(t) not in given and call.layout(t) is None for t in call.tensors):
         return  # made of other parameters, too, which are no sample's
     if not given:
         layout = _repeats(call)
