@@ -33,7 +33,7 @@ SUITES = {
 ABOUT = (
     "Time and peak memory of one private step (noise, AdamW, flat clipping) over one ordinary step with torch's "
     "fused AdamW: medians of interleaved steps; each contender's update is checked against one-sample truth first. "
-    "*Floor*: the least that an exact step can cost at the speed of torch's products."
+    "*Floor*: the least that an exact step can cost at the speed of torch's products, which ours exceed on this CPU."
 )
 
 HEAD = ("workload", "batch x length", "floor", "**fastdp**", "**of the floor**", "best Opacus", "speed-up",

@@ -186,12 +186,16 @@ class Sizes:
         places = assigned(frame, self._batch)
         if places is None:
             return None
-        found = [
-            _BATCH in self._lines.get((code, line), ()) and place in (-1, self._dims.get((code, line), place))
-            for line, place in places
-        ]
-        several = [len(self._lines.get((code, line), ())) > 1 and place < 0 for line, place in places]
-        return None if any(several) or len({*found}) > 1 else found[0]
+        found: set[bool | None] = set()
+        for line, place in places:
+            told, dim = self._lines.get((code, line), ()), self._dims.get((code, line), place)
+            if _BATCH not in told:
+                found.add(False)
+            elif place >= 0:  # B, T = x.shape
+                found.add(place == dim)
+            else:
+                found.add(True if len(told) == 1 or shape_dims(code, line) == (dim,) else None)
+        return found.pop() if len(found) == 1 else None
 
     def _is_else(self, frame: Any, number: float) -> bool:
         """Whether a number is, most likely, one that the line names, or follows from, or a product of other sizes."""
