@@ -216,8 +216,10 @@ def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
     c = each_its_own(c, a.size(0))
     rows = a.size(0) // count * a.size(1)
     if a.device.type in _clipped_sum_op.own or (a.device.type == "cpu" and rows >= FEW_ROWS):
-        pairs = zip(a.chunk(count), g.chunk(count), c.chunk(count), strict=True)
-        return torch.stack([_clipped_sum_op(*each) for each in pairs])
+        out = a.new_empty(count, g.size(-1), a.size(-1), dtype=sum_type(a))
+        for each in zip(a.chunk(count), g.chunk(count), c.chunk(count), out, strict=True):
+            write_clipped_sum(*each)
+        return out
     a, g = by_factors(accumulate(a), accumulate(g), c)
     return _products(a.reshape(count, rows, -1), g.reshape(count, rows, -1), a.size(1))
 
