@@ -25,6 +25,7 @@ from .host_values import in_some_order, on_host
 from .layout import Layout, layout_on, owner_of, tag, tag_of
 from .own_numbers import OWN_NUMBERS
 
+BESIDE: set[int] = set()  # single samples whose terms were added to one over all samples, since a forward began
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
 # by memory that single samples' rows were written to, in this forward or loss: what was written to each's rows, as
 # parts, and the place of the first write

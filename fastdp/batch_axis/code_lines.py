@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -115,13 +115,22 @@ def _locals_of(code: CodeType) -> tuple[dict[int, set[str]], dict[str, list[tupl
 _OPERATION = re.compile("(LOAD|STORE)_(?:FAST|DEREF|NAME)")
 
 
-def assigned(frame: Any, number: int) -> list[tuple[int, int]] | None:
-    """Where the variables with this value that a frame's line reads were assigned in its code: (line, place in what was
-    unpacked, or -1). None: it reads none, or one that the code was given."""
+def lines_of_call(frame: Any) -> Sequence[int]:
+    """The lines of the call at which a frame is; of Python 3.10 its first."""
+    found = getattr(frame.f_code, "co_positions", None)
+    if found is None:
+        return [frame.f_lineno]
+    first, last, *_ = next(itertools.islice(found(), frame.f_lasti // 2, None))
+    return range(first or frame.f_lineno, (last or first or frame.f_lineno) + 1)
+
+
+def assigned(frame: Any, number: int, lines: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Where the variables with this value that these lines of a frame's code read were assigned there: (line, place in
+    what was unpacked, or -1); none if they read none. None: the code was given one."""
     read, stored = _locals_of(frame.f_code)
-    held = frame.f_locals
-    names = [name for name in read.get(frame.f_lineno, ()) if type(held.get(name)) is int and held[name] == number]
-    if not names or any(name not in stored for name in names):
+    held, names = frame.f_locals, {name for line in lines for name in read.get(line, ())}
+    names = {name for name in names if type(held.get(name)) is int and held[name] == number}
+    if any(name not in stored for name in names):
         return None
     return [place for name in names for place in stored[name]]
 

@@ -19,11 +19,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..utils.code_location import FASTDP, TORCH, users
+from ..utils.code_location import FASTDP, TORCH, frames, users
 from . import operator_table, tensor_notes
 from .batch_positions import is_random, made_in_sight
 from .calls import Call
-from .code_lines import assigned, has_name, is_named_square, is_number, is_written, literal_in_code, shape_dims
+from .code_lines import (
+    assigned,
+    has_name,
+    is_named_square,
+    is_number,
+    is_written,
+    lines_of_call,
+    literal_in_code,
+    shape_dims,
+)
 from .layout import layout_on
 from .totals import share_of
 
@@ -163,29 +172,25 @@ class Sizes:
         return False
 
     def is_batch(self, certain: bool) -> bool:
-        """Whether a size that equals the batch's is, by the code that calls now, most likely that: the code has asked
-        for sizes, and has neither written this one down nor taken it from elsewhere. certain: its variable was assigned
-        where the batch's size was told; or no other dimension has this size."""
-        frame: Any = sys._getframe(1) if self._codes else None
-        asked = False
-        while frame is not None and not asked:
-            if not _is_ours(frame.f_code.co_filename):
-                if literal_in_code(frame, self._batch, self._codes):
-                    return False
-                if (told := self._told_at(frame)) is not None:
-                    return told
-            asked = frame.f_code in self._codes
-            frame = frame.f_back
-        return asked and not (certain and self._batch in self._beside)
+        """Whether a size that equals the batch's is, by the code that calls now, most likely that: neither written down
+        nor taken from elsewhere. certain: it was told as that, where it stands or its variable was assigned."""
+        calling = [frame for frame in frames(sys._getframe(1)) if not _is_ours(frame.f_code.co_filename)]
+        asking = [place for place, frame in enumerate(calling) if frame.f_code in self._codes]
+        for frame in calling[: asking[-1] + 1 if asking else 0]:
+            if literal_in_code(frame, self._batch, self._codes):
+                return False
+            if (told := self._told_at(frame)) is not None:
+                return told
+        return bool(asking) and not certain
 
     def _told_at(self, frame: Any) -> bool | None:
         """Whether the batch's size, as a frame's line reads it, was told as that; None if this is not known."""
-        code = frame.f_code
-        if _BATCH in self._lines.get((code, frame.f_lineno), ()):
+        code, lines = frame.f_code, lines_of_call(frame)
+        if any(_BATCH in self._lines.get((code, line), ()) for line in lines):
             return True
-        places = assigned(frame, self._batch)
-        if places is None:
-            return None
+        places = assigned(frame, self._batch, lines)
+        if places is None or (not places and code not in self._codes):
+            return None  # given to this code, or of a library's own making
         found: set[bool | None] = set()
         for line, place in places:
             told, dim = self._lines.get((code, line), ()), self._dims.get((code, line), place)
@@ -195,7 +200,7 @@ class Sizes:
                 found.add(place == dim)
             else:
                 found.add(True if len(told) == 1 or shape_dims(code, line) == (dim,) else None)
-        return found.pop() if len(found) == 1 else None
+        return found.pop() if len(found) == 1 else False if not found else None
 
     def _is_else(self, frame: Any, number: float) -> bool:
         """Whether a number is, most likely, one that the line names, or follows from, or a product of other sizes."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import operator_table, tensor_notes
-from .batch_slices import joined, joined_rows, settled, stamped
+from .batch_slices import BESIDE, joined, joined_rows, settled, stamped
 from .calls import Call, Inputs, Tags
 from .layout import Layout, tag
 
@@ -57,6 +57,8 @@ def follow(call: Call) -> Tags | None:
         cause = next((lay.mixed for t, lay in inputs if lay.mixed and not lay.total and t.requires_grad), "")
         mixed = cause or f"{_begun(inputs)}, and {call.mixed(why or problem)}"
         return [(tensor, Layout(call.batch, mixed=mixed)) for tensor in outputs]
+    if not cut:
+        BESIDE.update(layout.alone for _, layout in inputs if layout.alone >= 0)
     mixed = _begun(inputs)
     inferred = max(layout.inferred for _, layout in inputs)
     floating = all(t.is_floating_point() or t.is_complex() for t in outputs)

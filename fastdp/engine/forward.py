@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch_axis.aliasing import look
-from ..batch_axis.batch_slices import WRITTEN
+from ..batch_axis.batch_slices import BESIDE, WRITTEN
 from ..batch_axis.generations import Generation, Token, set_generation
 from ..batch_axis.inputs import (
     Batching,
@@ -203,6 +203,7 @@ class Forward(Engine):
         OWN_NUMBERS.clear()
         OWN_NUMBERS.given(lists_of_numbers((args, kwargs), self.batch))
         WRITTEN.clear()
+        BESIDE.clear()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self.batch, self.batching.dim, known, self.batching.folded)

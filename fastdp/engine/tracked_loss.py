@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch_axis.batch_slices import BY_POSITION
+from ..batch_axis.batch_slices import BESIDE, BY_POSITION
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
 from ..batch_axis.labels import TWO_ORDERS, UNKNOWN_ORDER, Labels
@@ -121,9 +121,8 @@ def problem_of(
             chance = any(words in layout.mixed for words in _MET_BY_CHANCE)
             remedy = (_OF_NONE if chance else "") + (_OF_ONE if _ROWS_MEET in layout.mixed else "")
             return SampleMixingError(REFUSED.format(layout.mixed) + remedy, layout.mixed)
-        if (
-            layout.piece is not None and layout.piece.one_by_one and not OWN_NUMBERS
-        ):  # else its own data may have said so
+        some = layout.piece is not None and layout.piece.one_by_one or 0 < len(BESIDE) < batch
+        if some and not OWN_NUMBERS:  # else its own data may have said so
             return BatchReadWarning(REFUSED.format(f"it {BY_POSITION}"))
         one = layout.alone >= 0 and bool(OWN_NUMBERS)  # the only one that a loop has chosen
         if layout.piece is not None and not layout.piece.one_by_one and not one:

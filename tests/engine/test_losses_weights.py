@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
-from fastdp.errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingError
+from fastdp.errors import BatchReadWarning, LossNotFollowedWarning, LossReductionWarning, SampleMixingError
 
 from ..programs_by_hand import C, D, WithLoss, assert_norms_of_single_samples, run, truth
 
@@ -272,3 +272,20 @@ def test_a_size_is_told_from_a_constant() -> None:
     for loss in (lambda o, y: F.cross_entropy(o, y) / len(y), lambda o, y: F.cross_entropy(o, y) * len(y)):
         with pytest.warns(LossReductionWarning):
             run(same, loss)
+
+
+@pytest.mark.parametrize("one", [lambda h: h[0], lambda h: h[-1:].sum(0), lambda h: h.unbind(0)[1]])
+def test_a_term_of_one_sample_beside_the_sum_over_all_is_warned_of(one):
+    """It is of whoever stands there; of a loop over all samples it is each one's own."""
+    engine = fastdp.PerSampleGradients(model := nn.Linear(4, 3), loss_reduction="sum")
+    h = model(torch.randn(6, 4))
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        (h.square().sum() + one(h).square().sum()).backward()
+    h = model(torch.randn(6, 4))
+    loss = h.square().sum()
+    for row in h:
+        loss = loss + row.sin().sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()
+    engine.detach()

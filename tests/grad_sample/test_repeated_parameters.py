@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.batch_axis.aliasing import shares
 from fastdp.errors import SampleMixingError
 from fastdp.grad_sample.parameter_links import leaves_of
 
@@ -102,8 +103,10 @@ def net(forward):
 @pytest.mark.parametrize("name", FORWARDS)
 def test_each_sample_has_the_gradient_of_its_copy(name):
     torch.manual_seed(0)
-    found = compare(net(FORWARDS[name]), torch.randn(B, T, D), square)
+    model = net(FORWARDS[name])
+    found = compare(model, torch.randn(B, T, D), square)
     assert found.worst < 1e-5
+    assert not any(map(shares, model.parameters()))  # memory with data
     for use in found.uses:  # of the parameter itself, not of copies for all samples
         assert use.operand.numel() <= leaves_of(use.operand)[0].numel()
 
@@ -135,8 +138,15 @@ def outputs(m, x):
 
 def slots(m, x):
     """As many as there are samples, by an attribute."""
+    batch, tokens, width = x.shape
     many = m.many
     return look(m.a(m.begin.expand(many, D)), x)
+
+
+def prototypes(m, x, count=B):
+    """As many as a parameter has rows, or by an argument."""
+    rows = x.view(x.shape[0], D)
+    return rows @ (m.a(m.begin.expand(len(m.rows), D)) + m.a(m.begin.repeat(count, 1)).tanh() + m.rows).t()
 
 
 def by_token(m, x):
@@ -162,8 +172,11 @@ OTHER_SIZES = {
     "outputs": (outputs, (B, B)),
     "as many rows as numbers": (lambda m, x: x + m.begin.expand(x.size(1), -1)[:, :1].t(), (B, B)),
     "slots": (slots, (B, T, D)),
+    "prototypes": (prototypes, (B, D)),
     "tokens": (by_token, (B, B, D)),
     "tokens, asked there": (lambda m, x: x + m.a(m.begin.expand(x.size(1), D)), (B, B, D)),
+    "tokens, given": (lambda m, x: (lambda n: x + m.a(m.begin.expand(n, D)))(x.size(1)), (B, B, D)),
+    "outputs, given": (lambda m, x: (lambda n: x @ m.begin.expand(n, D))(x.size(1)), (B, B)),
     "places added": (latents, (B, B, D)),
     "places added, of a number given": (latents_told_apart, (B, B, D)),
 }
@@ -174,7 +187,7 @@ def test_other_sizes_may_equal_the_batch(name):
     torch.manual_seed(0)
     forward, shape = OTHER_SIZES[name]
     x = torch.randn(shape)
-    parts = {"kernel": P(1, 1, 3), "scale": P(1), "each": P(B, 1, 1), "begin": P(1, D), "q": P(N, D)}
+    parts = {"kernel": P(1, 1, 3), "scale": P(1), "each": P(B, 1, 1), "begin": P(1, D), "q": P(N, D), "rows": P(B, D)}
     model = net_of(forward, x, **parts, places=P(N, D), a=nn.Linear(D, D), many=B)
     assert compare(model, x, square).worst < 1e-5
 
@@ -198,6 +211,7 @@ def test_no_parameter_beside_the_copies_is_left_out(name):
 
 
 BY_PLACE = {
+    "added to copies": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1) + m.each[: len(x)]), x),
     "copies numbered": lambda m, x: look(m.q.expand(len(x), -1, -1) * torch.arange(len(x))[:, None, None], x),
     "and a layer": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1) * torch.arange(len(x))[:, None, None]), x),
     "cut": lambda m, x: look(m.each[: len(x)], x),
