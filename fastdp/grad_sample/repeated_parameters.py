@@ -67,7 +67,9 @@ def note_repeated(call: Call, is_batch_size: Callable[[bool], bool]) -> None:
     """
     if call.in_place or call.batch <= 1:
         return
-    given = {id(t): note for t in call.tensors if (note := repeated_of(t)) is not None}
+    link = link_of(call.out) if isinstance(call.out, Tensor) else None
+    looked_up = link is not None and link.kind == "lookup" and repeated_of(link.parent) is None  # as its ids say
+    given = {id(t): note for t in call.tensors if not looked_up and (note := repeated_of(t)) is not None}
     if given and any(t.requires_grad and id(t) not in given and call.layout(t) is None for t in call.tensors):
         return  # made of other parameters, too, which are no sample's
     if not given:
@@ -153,7 +155,8 @@ def _takes(call: Call, tensor: Tensor, note: Repeated, has_data: bool) -> bool:
     if not has_data:
         place = 1 if call.name == "addmm" else 0
         first = any(each is tensor for each in call.args[place : place + 1])
-        return call.func in _ATTENTION or (call.func in USE_RULES or call.name in _PRODUCTS) and first
+        layer = call.func in USE_RULES and call.name not in operator_table.LOOKING_UP  # (rows looked up follow ids')
+        return call.func in _ATTENTION or (layer or call.name in _PRODUCTS) and first
     if call.name in _PRODUCTS:
         return note.layout.dim - tensor.dim() <= -3
     known = call.func in _ATTENTION or call.name in operator_table.ELEMENTWISE | operator_table.STACKING

@@ -215,7 +215,8 @@ def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
     other, with factors c [count * B], or the same ones [B]: [count,O,I]."""
     c = each_its_own(c, a.size(0))
     rows = a.size(0) // count * a.size(1)
-    if a.device.type in _clipped_sum_op.own or (a.device.type == "cpu" and rows >= FEW_ROWS):
+    compiled = a.device.type == "cpu" and rows >= FEW_ROWS and _clipped_sum_op.is_shipped("cpu")
+    if compiled or a.device.type in _clipped_sum_op.own:
         out = a.new_empty(count, g.size(-1), a.size(-1), dtype=sum_type(a))
         for each in zip(a.chunk(count), g.chunk(count), c.chunk(count), out, strict=True):
             write_clipped_sum(*each)
