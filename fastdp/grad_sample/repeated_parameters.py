@@ -30,6 +30,8 @@ from .rules import USE_RULES, by_sample
 _CLOSED = (capture_elementwise, capture_cat)  # beside data, a copy for every sample costs them nothing
 _ATTENTION = (F.multi_head_attention_forward, F.scaled_dot_product_attention)
 _PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm mm".split())
+# of constants: what is asked by value at each call would cost more than it saves
+_FOLLOWED = operator_table.CASTING | operator_table.TAKING_A_TYPE | operator_table.LIKE
 _FILLED = operator_table.FILLING - {"empty", "new", "new_empty"} - operator_table.LIKE
 
 
@@ -78,6 +80,8 @@ def note_repeated(call: Call, is_batch_size: Callable[[bool], bool]) -> None:
             certain = _like_data(call, layout) or is_batch_size(True)
             if certain or (call.out.requires_grad and is_batch_size(False)):
                 _note(call.out, layout, certain, ())
+        return
+    if not any(t.requires_grad for t in call.results()) and call.name not in _FOLLOWED:
         return
     sources: dict[int, tuple[Tensor, Layout]] = {}
     for tensor in call.tensors:
