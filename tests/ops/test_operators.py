@@ -152,6 +152,15 @@ def test_any_geometry(draw: st.DataObject) -> None:
             assert_sums(conv.clipped_sum(x, g, c, geometry), weighted(exact, c), weighted(exact, c).float())
 
 
+@CPU_ONLY
+def test_what_dropped_samples_hold_is_not_read(backend: str) -> None:
+    """As many rows as the compiled sums take."""
+    a, g, c = random(4, 40, 6), random(4, 40, 5), torch.tensor([0.5, 0.0, 1.0, 0.25])
+    a[1], kept = float("nan"), c.nonzero().flatten()
+    exact = torch.einsum("b,bto,bti->oi", c[kept].double(), g[kept].double(), a[kept].double())
+    assert_sums(ops.linear_clipped_sum(a, g, c), exact, exact.float())
+
+
 # ---------------------------------------------------------------------- refusals
 
 A, G, X, Y = torch.ones(2, 3, 4), torch.ones(2, 3, 5), torch.ones(2, 4, 8, 8), torch.ones(2, 4, 4, 4)
