@@ -40,7 +40,7 @@ from .second_device_graphed import (
     shifted,
 )
 from .second_device_ranks import check_ranks
-from .second_device_syncs import check_late, check_seen, check_waits, library_cases
+from .second_device_syncs import check_by_place, check_late, check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -272,6 +272,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
         yield name, lambda name=name: check_case(name)
     yield "waits are seen", lambda: check_seen("stub:1")
     yield "a doubt that is settled behind its step", lambda: check_late("stub:1")
+    yield "rows by place, settled behind the step", lambda: check_by_place("stub:1")
     for name in (*cases.CASES, *library_cases()):
         yield f"waits of {name}", lambda name=name: check_case_waits(name)
     yield from second_device_experts.checks("stub:1", moved)

@@ -34,8 +34,11 @@ def alike(values: Tensor, dim: int, layout: Layout, computed: bool = False) -> b
 
     computed: they were computed, maybe of the same numbers, which a matrix product rounds as it takes them together.
     """
-    if not values.numel():
-        return True
+    return not values.numel() or bool(same_numbers(values, dim, layout, computed))
+
+
+def same_numbers(values: Tensor, dim: int, layout: Layout, computed: bool = False) -> Tensor:
+    """The same as `alike`, of a tensor that is not empty: a bool on its device, which nobody has waited for."""
     if layout.owner is None:
         values = values.unflatten(dim, (layout.outer, layout.batch, layout.inner))
         return _same(values, values.narrow(dim + 1, 0, 1), computed)
@@ -46,12 +49,12 @@ def alike(values: Tensor, dim: int, layout: Layout, computed: bool = False) -> b
     return _same(rows, rows[first[rank]], computed)
 
 
-def _same(values: Tensor, wanted: Tensor, computed: bool) -> bool:
+def _same(values: Tensor, wanted: Tensor, computed: bool) -> Tensor:
     if not computed or not values.is_floating_point():
-        return bool((values == wanted).all())
+        return (values == wanted).all()
     largest = values.abs().nan_to_num(nan=0.0, posinf=0.0).amax()  # of finite numbers: masks hold -inf
     close = (values - wanted).abs() <= _ROUNDING * torch.finfo(values.dtype).eps * largest
-    return bool((close | (values == wanted)).all())
+    return (close | (values == wanted)).all()
 
 
 def same_of_each(rows: Tensor, columns: Tensor | None, before: Layout, found: Layout) -> bool:

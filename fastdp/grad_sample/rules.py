@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ..batch_axis.batch_positions import WHY, by_place, is_random, rows_alike
+from ..batch_axis.deferred_checks import doubt
 from ..batch_axis.host_values import is_given_away, known
 from ..batch_axis.layout import Layout, layout_on, samplewise, tag_of
+from ..batch_axis.own_places import same_numbers
 from ..errors import BatchLayoutError, SampleMixingError
 from ..utils.autograd_graph import graph_nodes
 from .forward_pass import ForwardPass
@@ -111,8 +113,10 @@ def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layou
         if layout_on(operand) is None and by_place(operand, dim, layout):
             what = "a parameter" if parameter else "a constant"
             raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
-        if parameter and layout.alone < 0 and not is_random(operand) and not _alike(operand, dim, layout):
-            raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
+        if parameter and layout.alone < 0 and not is_random(operand):
+            why = f"{place}: a parameter {WHY}"
+            if not _alike(operand, dim, layout, why):
+                raise SampleMixingError(f"{why}.", why)
     if layout.order is not None:
         raise SampleMixingError(
             f"{place}: a parameter meets rows by their position, in an order that depends on other samples. Restore "
@@ -132,17 +136,21 @@ def _looked_up_alike(operand: Tensor, dim: int, layout: Layout) -> bool:
     return rows_alike(link.ids, dim, layout)
 
 
-def _alike(operand: Tensor, dim: int, layout: Layout) -> bool:
-    """Whether a parameter, or what is made of it, has the same numbers for all rows of a dimension."""
+def _alike(operand: Tensor, dim: int, layout: Layout, why: str) -> bool:
+    """Whether a parameter, or what is made of it, has the same numbers for all rows of a dimension. What only a device
+    knows is not waited for: if they differ, the step is refused for this reason."""
     link = link_of(operand)
     if link is not None and link.kind == "broadcast":
         above = dim - operand.dim() + link.parent.dim()
-        return above < 0 or link.parent.size(above) == 1 or _alike(link.parent, above, layout)
+        return above < 0 or link.parent.size(above) == 1 or _alike(link.parent, above, layout, why)
     if link is not None and link.kind == "lookup" and link.ids is not None and dim < link.ids.dim():
         return rows_alike(link.ids, dim, layout)
     if link is None or link.isometric:  # numbers of its own for each row, also while they happen to be equal
         return operand.stride(dim) == 0
-    return rows_alike(operand, dim, layout, computed=True)
+    if operand.device.type == "cpu" or not (operand.numel() and operand.stride(dim)):
+        return rows_alike(operand, dim, layout, computed=True)
+    doubt(~same_numbers(operand.detach(), dim, layout, computed=True), why, f"{why}.")
+    return True
 
 
 def by_sample(tensor: Tensor, layout: Layout) -> Tensor:

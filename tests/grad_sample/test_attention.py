@@ -84,7 +84,7 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", FORWARDS)
 def test_exact(name: str, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     if p and (name == "bias and mask" or name.startswith("trained queries")):
-        pytest.skip("data by then: torch's own attention drops out")
+        pytest.skip("data by then, or torch's own attention drops out: see the next test")
     torch.manual_seed(0)
     monkeypatch.setattr(F, "dropout", drop_every_third)
     model = Net(
@@ -96,6 +96,31 @@ def test_exact(name: str, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = truth(model, x, square)
     model.attention = ATTENTION
     assert against(exact, model, x, square).worst < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in FORWARDS if name.startswith("trained queries")])
+def test_trained_queries_are_dropped_out_by_torch(name: str) -> None:
+    """They are data by then: the truth is each sample's own loss after the same draws."""
+    torch.manual_seed(0)
+    model = Net(
+        lambda m, x: FORWARDS[name](m, x, ATTENTION, dropout_p=0.5), **parts(queries=P(3, D), few=nn.Linear(D, D))
+    )
+    x = torch.randn(B, T, D)
+
+    def losses(m: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return square(m, x)
+
+    trained, own = [p for key, p in model.named_parameters() if key in ("queries", "few.weight", "few.bias")], []
+    for each in losses(model, x):
+        found = torch.autograd.grad(each, trained, retain_graph=True)
+        own.append(torch.cat([g.flatten() for g in found]))
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, x).mean().backward()
+    rows = engine.materialize()
+    engine.detach()
+    together = torch.cat([rows[key].flatten(1) for key in ("queries", "few.weight", "few.bias")], 1)
+    torch.testing.assert_close(together, torch.stack(own), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
