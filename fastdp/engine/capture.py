@@ -170,6 +170,10 @@ class Pass(PassRecord):
         with self.mode:
             return function(*args, **kwargs)
 
+    def let_go(self) -> None:
+        """The forward has ended: no cycle of the mode and the pass keeps its tensors until Python looks for cycles."""
+        self.mode.__dict__.clear()
+
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function call."""
         if inquires(func):

@@ -264,6 +264,7 @@ class Forward(Engine):
                 yield
         finally:
             self.running.active = None
+            active.let_go()
         active.check_unwritten()
 
     def _begins_block(self, active: Pass) -> bool:
@@ -315,6 +316,7 @@ class Forward(Engine):
         self._inner.end()
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
+        started.let_go()
         self.running.active = None
         self._turn.give()
         if out is not None:

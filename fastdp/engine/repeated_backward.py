@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..grad_sample.captured_call import Captured, Given
+from ..grad_sample.captured_call import Captured, Context, Given
 from ..grad_sample.conv import Conv
 from ..grad_sample.cost_model import Clock
 from ..grad_sample.embedding import Lookup
@@ -166,12 +166,15 @@ class Arrived(NamedTuple):
 
 class Kept:
     """What a call (or the use of another call) gave within a backward that is like the one before: the rows of its
-    uses, or what these are made of at its end."""
+    uses, or what these are made of at its end. together: as it was in the backward before (`Arrived`)."""
 
-    __slots__ = ("what", "given", "rows", "version")
+    __slots__ = ("what", "given", "rows", "together", "version")
 
-    def __init__(self, what: Captured | ParameterUse, given: Any, rows: Sequence[Tensor] | None) -> None:
-        self.what, self.given, self.rows = what, given, rows
+    def __init__(
+        self, what: Captured | ParameterUse, given: Any, rows: Sequence[Tensor] | None, together: Any = None
+    ) -> None:
+        self.what, self.rows, self.together = what, rows, together
+        self.given = given if rows is None or given is None else (given[0], (), ())  # its data is freed
         self.version = self.versions()
 
     def holds(self) -> Sequence[Tensor]:
@@ -207,6 +210,7 @@ class Like:
     def __init__(self, calls: Sequence[Arrived], gradients: Gradients, waits: bool) -> None:
         self.waits = waits
         self._expected = [what if isinstance(what, Captured) else _kind(what) for what, _, _ in calls]
+        self._kinds = [kind for _, _, kind in calls]
         self._places = list(itertools.accumulate((count for _, count, _ in calls), initial=0))  # of the uses of each
         groups: dict[Any, list[int]] = {}
         for place, (_, _, kind) in enumerate(calls):
@@ -231,8 +235,10 @@ class Like:
         """What this call or use gives, if it is what arrived at that place."""
         expected = self._expected[place] if place < len(self._expected) else None
         if isinstance(what, Captured):
-            rows = None if expected is not what or place in self._late else what.rows(*given)  # type: ignore[misc]
-            return Kept(what, given, rows) if expected is what else None
+            if expected is not what:
+                return None
+            rows = None if place in self._late else what.rows(*given)  # type: ignore[misc]
+            return Kept(what, given, rows, self._kinds[place])
         if type(what) not in DATA or settled(what) is not what or expected != _kind(what):
             return None
         return Kept(what, None, _data(what))
@@ -305,11 +311,15 @@ def keep(tape: ForwardRecord, what: Captured | ParameterUse, given: Given | None
 
 def record_call(tape: ForwardRecord, call: Captured, given: Given, rows: Any) -> None:
     """Record a call use by use, and note what it is for the next backward."""
+    _record_rows(tape, call, given[0], rows, None if tape.calls is None else call.together(*given))
+
+
+def _record_rows(tape: ForwardRecord, call: Captured, ctx: Context, rows: Any, together: Any) -> None:
     first, calls = len(tape.uses), tape.calls
     count = 0 if calls is None else len(calls)
-    call.record_rows(given[0], rows)
+    call.record_rows(ctx, rows)
     if calls is not None and tape.calls is not None:  # (layers may have been taken early meanwhile)
-        calls[count:] = [Arrived(call, len(tape.uses) - first, call.together(*given))]
+        calls[count:] = [Arrived(call, len(tape.uses) - first, together)]
         tape.calls = calls if _gives(tape.uses[first:], rows) else None
 
 
@@ -323,4 +333,4 @@ def record_kept(tape: ForwardRecord, record: Record) -> None:
             record(each.what)
         else:
             rows = each.what.rows(*each.given) if each.rows is None else each.rows  # (waiting for others)
-            record_call(tape, each.what, each.given, rows)
+            _record_rows(tape, each.what, each.given[0], rows, each.together)

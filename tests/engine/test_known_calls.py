@@ -3,6 +3,7 @@ exact, and whatever may change between two calls of one kind is looked at again.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
@@ -53,9 +55,57 @@ def test_every_kind_of_use_in_three_steps(name: str) -> None:
     model, batch, loss = cases.build(name)
     exact = norms_of(truth(model, batch, loss))
     engine = PerSampleGradients(model)
-    for _ in range(3):
+
+    def step() -> None:
         loss(model, batch).mean().backward()
         torch.testing.assert_close(engine.norms().double(), exact, rtol=1e-5, atol=0)
+
+    step()
+    step()
+    assert not tensors_in_cycles(step), "memory is held until Python looks for cycles"
+
+
+def tensors_in_cycles(call: Callable[[], None]) -> list[tuple[int, ...]]:
+    """The shapes of tensors that only the garbage collector frees after a call."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        call()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [tuple(each.shape) for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_layers_of_many_numbers_hold_their_data_no_longer_than_their_rows_need() -> None:
+    """The third backward repeats the second, and keeps rows of layer norms, not what they were computed from."""
+    given, held = list[StorageWeakRef](), list[int]()
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        given.clear()
+        x = m.begin(x)
+        x.register_hook(lambda grad: held.append(sum(not each.expired() for each in given)))
+        for layer, norm in zip(m.layers, m.norms, strict=True):
+            x = F.gelu(layer(x))
+            with torch._C.DisableTorchFunction():  # or it would be seen to leave torch, and be held for that
+                given.append(StorageWeakRef(x.untyped_storage()))
+            x = norm(x)
+        return x
+
+    layers, norms = (
+        [kind(*sizes) for _ in range(3)] for kind, sizes in ((nn.Linear, (256, 256)), (nn.LayerNorm, (256,)))
+    )
+    parts = {"begin": nn.Linear(256, 256), "layers": nn.ModuleList(layers), "norms": nn.ModuleList(norms)}
+    engine = PerSampleGradients(cases.base.Net(forward, **parts))
+    for _ in range(4):
+        engine.model(torch.randn(8, 64, 256)).pow(3).mean().backward()
+        engine.clipped_sum(engine.norms())
+    assert held == [0] * 4
 
 
 # --------------------------------------------------------------------------- the same program in every step
