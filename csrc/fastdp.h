@@ -121,11 +121,11 @@ int64_t fastdp_direct_parts(int64_t batch, int64_t inputs, int64_t outputs);
 void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
                           double *norm_sq, double *parts, void *scratch, int threads);
 
-/* out [O,I] = sum_b factors[b] G_b, of samples whose rows follow one another (batch strides are not read). Sums of 128
- * rows are in float32, all others in double.
+/* out [count,O,I] = sum_b factors[*,b] G_b of each of `count` products, which lie a batch stride apart, and whose
+ * samples' rows follow one another. Sums of 128 rows are in float32, all others in double.
  */
-void fastdp_linear_sum(const fastdp_matrix *a, const fastdp_matrix *g, const float *factors, int64_t batch,
-                       int64_t positions, float *out, void *scratch, int threads);
+void fastdp_linear_sum(const fastdp_matrix *a, const fastdp_matrix *g, const float *factors, int64_t count,
+                       int64_t batch, int64_t positions, float *out, void *scratch, int threads);
 
 /* Norms of G_b = sum over `rows` rows of g_t a_t^T enlarged by what rounding may do to such sums (csrc/cpu/bounds.cpp):
  * bound[b] = units sum_t |a_t| |g_t|, and where that is more than tolerance of the norm, the norm grows by the rest.

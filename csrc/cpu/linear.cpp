@@ -188,25 +188,27 @@ void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_
     }
 }
 
-void fastdp_linear_sum(const fastdp_matrix *a, const fastdp_matrix *g, const float *factors, int64_t batch,
-                       int64_t positions, float *out, void *scratch, int threads) {
+void fastdp_linear_sum(const fastdp_matrix *a, const fastdp_matrix *g, const float *factors, int64_t count,
+                       int64_t batch, int64_t positions, float *out, void *scratch, int threads) {
     const bool larger = a->columns >= g->columns;
     const fastdp_matrix &w = larger ? *a : *g, &t = larger ? *g : *a;
     const int64_t row = larger ? a->columns : 1, column = larger ? 1 : a->columns, depth = batch * positions;
     // Smaller blocks where there would be few for the threads; what a cell is added up from does not depend on them.
-    const int64_t wanted = min64(2 * threads, 1 + depth * w.columns * t.columns / WORTH_A_THREAD);
+    const int64_t size = w.columns * t.columns, wanted = min64(2 * threads, 1 + count * depth * size / WORTH_A_THREAD);
     int64_t wide = WIDE, tall = TALL;
-    while (direct_jobs(w.columns, t.columns, wide, tall) < wanted && tall > 2 * SLIVER)
+    while (count * direct_jobs(w.columns, t.columns, wide, tall) < wanted && tall > 2 * SLIVER)
         (3 * tall > wide ? tall : wide) /= 2;
-    const int64_t jobs = direct_jobs(w.columns, t.columns, wide, tall);
+    const int64_t each = direct_jobs(w.columns, t.columns, wide, tall), jobs = count * each;
     const int team = (int)max64(1, min64(threads, min64(jobs, wanted)));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t job = 0; job < jobs; ++job) {
-        const Block block(job, w, t, wide, tall);
-        direct_block(w, t, 0, block.w0, block.wide, block.t0, block.tall, depth, Factors{factors, positions},
-                     ((DirectScratch *)scratch)[omp_get_thread_num()],
+        const int64_t product = job / each;
+        const Block block(job % each, w, t, wide, tall);
+        float *const total = out + product * size;
+        direct_block(w, t, product, block.w0, block.wide, block.t0, block.tall, depth,
+                     Factors{factors + product * batch, positions}, ((DirectScratch *)scratch)[omp_get_thread_num()],
                      [=](const double *sums, int64_t t0, int64_t w0, int rows, int columns) {
-                         store_cell(sums, rows, columns, out + t0 * row + w0 * column, row, column);
+                         store_cell(sums, rows, columns, total + t0 * row + w0 * column, row, column);
                      });
     }
 }

@@ -175,20 +175,28 @@ def _clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor | None = None) ->
 def _clipped_sum_cpu(a: Tensor, g: Tensor, c: Tensor, into: Tensor | None = None) -> Tensor:
     """The compiled kernel; what it does not take (float64), or a library multiplies faster, is left to that."""
     a, g = shaped(a, g)
-    batch, t, i = a.shape
-    if not extension.takes(a, g) or c.device != a.device or batch * t < FEW_ROWS:
+    if not _compiled_sums_take(a, g, c, 1):
         return _clipped_sum(a, g, c, into)
     c, a, g = of_kept(c, a, g)
-    batch = len(c)
     if not a.numel() or not g.numel():
         return _clipped_sum(a, g, c, into)
+    out = a.new_empty(1, g.size(2), a.size(2), dtype=torch.float32) if into is None else into[None]
+    return _compiled_sums(a, g, c, out)[0]
+
+
+def _compiled_sums_take(a: Tensor, g: Tensor, c: Tensor, count: int) -> bool:
+    return extension.takes(a, g) and c.device == a.device and a.size(0) // count * a.size(1) >= FEW_ROWS
+
+
+def _compiled_sums(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> Tensor:
+    """Those of one or several products, out [count,O,I], of no dropped samples."""
+    count, batch, t = len(out), len(c) // len(out), a.size(1)
     kernels, threads = extension.module(), torch.get_num_threads()
-    out = a.new_empty(g.size(2), i, dtype=torch.float32) if into is None else into
-    a, g, factors = a.reshape(1, -1, i), g.reshape(1, -1, g.size(2)), c.float().contiguous()
+    a, g, factors = a.reshape(count, -1, a.size(2)), g.reshape(count, -1, g.size(2)), c.float().contiguous()
     memory = extension.scratch(threads * kernels.direct_scratch())
     kernels.linear_sum(
-        extension.matrix(a), extension.matrix(g), factors.data_ptr(), batch, t, out.data_ptr(), memory.data_ptr(),
-        threads,
+        extension.matrix(a), extension.matrix(g), factors.data_ptr(), count, batch, t, out.data_ptr(),
+        memory.data_ptr(), threads,
     )  # fmt: skip
     return out
 
@@ -215,9 +223,11 @@ def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
     other, with factors c [count * B], or the same ones [B]: [count,O,I]."""
     c = each_its_own(c, a.size(0))
     rows = a.size(0) // count * a.size(1)
-    compiled = a.device.type == "cpu" and rows >= FEW_ROWS and _clipped_sum_op.is_shipped("cpu")
+    compiled = a.device.type == "cpu" and _clipped_sum_op.is_shipped("cpu") and _compiled_sums_take(a, g, c, count)
     if compiled or a.device.type in _clipped_sum_op.own:
         out = a.new_empty(count, g.size(-1), a.size(-1), dtype=sum_type(a))
+        if compiled and a.numel() and g.numel() and not bool((c == 0).any()):
+            return _compiled_sums(a, g, c, out)
         for each in zip(a.chunk(count), g.chunk(count), c.chunk(count), out, strict=True):
             write_clipped_sum(*each)
         return out
