@@ -85,7 +85,7 @@ class Pass(PassRecord):
         self.token, self.lowers, self.root = engine.token, engine.backward.tracked.lowers, type(engine.model).__name__
         self.stack, self.called = list[str](), set[str]()  # module paths, innermost last; of all called so far
         self.unseen, self.filled = "", HOLDING.turn  # what took data out of sight, if something did; as of its begin
-        self.mode = _CaptureMode(self)
+        self.mode: Any = _CaptureMode(self)  # None once the forward has ended
         self._applied: list[Applied] | None = None  # captured calls, within a rule
         self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
         self.known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None
@@ -167,12 +167,13 @@ class Pass(PassRecord):
 
     def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function made of torch calls with its calls seen, from within a rule."""
-        with self.mode:
+        with self.mode or _CaptureMode(self):
             return function(*args, **kwargs)
 
     def let_go(self) -> None:
         """The forward has ended: no cycle of the mode and the pass keeps its tensors until Python looks for cycles."""
-        self.mode.__dict__.clear()
+        mode, self.mode = self.mode, None
+        mode.__dict__.clear()
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function call."""
