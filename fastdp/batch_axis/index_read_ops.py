@@ -34,6 +34,7 @@ from .index_kinds import (
     source_dims,
 )
 from .layout import Layout, layout_of_rows, spread
+from .operator_table import BASE
 from .own_places import gathers_alike, same_of_each, seen_through
 from .propagate import ask
 from .reduction_ops import Spread, gathered
@@ -297,9 +298,6 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
     return call.combined(_SEVERAL) if found is None else cut(call.args[0], layout, found, index, named=True)
 
 
-_BASE = T._base.__get__  # type: ignore[union-attr]
-
-
-@layout_rule(T.resize_, T.resize_as_, T.set_, _BASE, by_value=True, reaches=True)
+@layout_rule(T.resize_, T.resize_as_, T.set_, BASE, by_value=True, reaches=True)
 def _other_memory(call: Call) -> Tags:
     return call.all_combined("takes memory of other samples")

@@ -185,6 +185,7 @@ OF_PYTHONS_NUMBERS: frozenset[Any] = frozenset((torch.tensor, torch.as_tensor, t
 # they write rows that are larger than a largest norm, each by itself
 RENORMING: frozenset[Any] = frozenset((F.embedding, F.embedding_bag, torch.embedding_bag))
 SHARING_MEMORY = _names("numpy __array__ __dlpack__ storage untyped_storage _typed_storage")
+BASE: Any = T._base.__get__  # type: ignore[union-attr]
 CHANGING_MEMORY = _names("set_ swap_ resize_ resize_as_")
 # that show a tensor with its dimensions in another order, or more or fewer of size 1
 RESHAPING = _names("permute transpose t T mT movedim moveaxis swapaxes swapdims squeeze unsqueeze")

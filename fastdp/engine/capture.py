@@ -20,13 +20,7 @@ from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
 from ..batch_axis.layout import Layout, tag, tag_of
-from ..batch_axis.operator_table import (
-    COMPUTING,
-    REACHING_GRAPH,
-    SHAPED,
-    TAKING_A_TYPE,
-    TELLING_SIZES,
-)
+from ..batch_axis.operator_table import BASE, COMPUTING, REACHING_GRAPH, SHAPED, TAKING_A_TYPE, TELLING_SIZES
 from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import format_of, propagate
 from ..batch_axis.python_reads import GIVING, EscapedValues
@@ -61,7 +55,7 @@ from .checkpointing import watch_region
 from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
 from .parameter_slices import FOLLOWED, follow, note_parts
-from .state import Engine
+from .state import ENGINES, Engine
 from .tracked_parameters import owned_by
 
 
@@ -177,7 +171,7 @@ class Pass(PassRecord):
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function call."""
-        if inquires(func):
+        if inquires(func) or (func == BASE and self._is_around_another()):
             out = func(*args, **kwargs)
             if func in TELLING_SIZES:
                 self.engine.sizes.asked(args[0], out, self.batch, *args[1:2], **kwargs)
@@ -185,6 +179,11 @@ class Pass(PassRecord):
         if func in REACHING_GRAPH and not (self.is_parameter(args[0]) and refuse_node(self, func, args[0])):
             return hooked(self.engine.owner, self.path, func, args, kwargs)
         return follow(self, func, args, kwargs) if func in FOLLOWED else self.make(func, args, kwargs)
+
+    def _is_around_another(self) -> bool:
+        """Whether the forward of another private model runs within this one: what asks for memory is that."""
+        others = (engine.running.active for engine in ENGINES)
+        return any(other is not None and other.moment.number > self.moment.number for other in others)
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call, by what is known of it, or by what is asked."""

@@ -42,6 +42,7 @@ from .forward_record import joined_error
 from .forward_threads import Turn
 from .loader_tracking import given_to_model, handed_out_in, loader_of, read_in, refuse_more_rows
 from .memory_budget import Block
+from .mode_stack import leave
 from .module_hooks import ENTER, LEAVE, InnerCalls, ModuleHook, numbered
 from .multiple_forwards import Given
 from .public_forward import PublicForward
@@ -315,7 +316,7 @@ class Forward(Engine):
         """The outermost forward ends. Returns what to put in place of its result, or None."""
         self._inner.end()
         PLAINLY.end()
-        started.mode.__exit__(None, None, None)
+        leave(started.mode)
         started.let_go()
         self.running.active = None
         self._turn.give()

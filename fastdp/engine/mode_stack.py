@@ -66,12 +66,20 @@ def remove(*modes: Any) -> None:
     for _ in range(torch.overrides._len_torch_function_stack()):
         top = torch.overrides._pop_mode()
         if top in modes:
-            _pushed().remove(top)
+            _HERE.pushed = [mode for mode in _pushed() if mode is not top]
         else:
             kept.append(top)
     for mode in reversed(kept):
         torch.overrides._push_mode(mode)
     _HERE.moving = False
+
+
+def leave(mode: Any) -> None:
+    """Leave a mode that was entered, also from beneath one of the user's that is still open."""
+    if torch.overrides._get_current_function_mode() is mode:
+        mode.__exit__(None, None, None)
+    else:
+        remove(mode)
 
 
 class Dispatching:

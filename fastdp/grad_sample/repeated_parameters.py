@@ -20,6 +20,7 @@ from ..batch_axis.batch_positions import rows_alike
 from ..batch_axis.calls import Call
 from ..batch_axis.layout import Layout, tag
 from ..batch_axis.propagate import layouts_of
+from ..errors import SampleMixingError
 from ..utils.pytree import map_tensors
 from .broadcast import capture_cat, capture_elementwise, uses_of_broadcast
 from .captured_call import Captured, Context, capture
@@ -33,6 +34,7 @@ _PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm mm".split())
 # of constants: what is asked by value at each call would cost more than it saves
 _FOLLOWED = operator_table.CASTING | operator_table.TAKING_A_TYPE | operator_table.LIKE
 _FILLED = operator_table.FILLING - {"empty", "new", "new_empty"} - operator_table.LIKE
+REMEDY = "Compute it of the parameter itself, before it is repeated for the batch (expand, repeat)."
 
 
 class Repeated(NamedTuple):
@@ -90,8 +92,17 @@ def note_repeated(call: Call, is_batch_size: Callable[[bool], bool]) -> None:
             sources.update((id(own[0]), own) for own in note.sources or ((tensor, note.layout),))
     certain = all(note.certain for note in given.values())
     for result, layout in layouts_of(call.supposing({key: note.layout for key, note in given.items()})):
+        if certain and layout is not None and _counts_copies(call, result, layout):
+            why = f"{layout.mixed}: here the copies of a parameter, of which there are as many as samples"
+            raise SampleMixingError(f"{why}, so that each sample changes it for all. {REMEDY}", why)
         if layout is not None and not (layout.mixed or layout.parted or layout.is_row_index):
             _note(result, layout, certain, tuple(sources.values()) if result.requires_grad else ())
+
+
+def _counts_copies(call: Call, result: Tensor, layout: Layout) -> bool:
+    """Whether a result depends on how many copies there are: not a mean or an extreme of all, nor one of them."""
+    by_number = bool(layout.mixed) and layout.total != "mean" and call.name not in operator_table.EXTREMES
+    return by_number and result.requires_grad
 
 
 def _note(tensor: Tensor, layout: Layout, certain: bool, sources: tuple[tuple[Tensor, Layout], ...]) -> None:

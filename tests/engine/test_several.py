@@ -160,3 +160,49 @@ def test_refusals_name_remedies_that_work() -> None:
     F.linear(X, plain.weight).square().mean().backward()
     with pytest.raises(StepError, match="went through a forward of the model"):
         optimizer.step()
+
+
+def test_a_private_model_within_the_forward_of_another_is_exact_in_every_step() -> None:
+    """What the inner one asks of tensors (their `_base`) is no call of the outer one's user."""
+    inner = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D), nn.GELU())
+    held = [inner]  # no submodule
+    outer = Net(lambda m, x: m.b(held[0](m.a(x))), a=nn.Linear(D, D), b=nn.Linear(D, D))
+    engines = [fastdp.PerSampleGradients(inner), fastdp.PerSampleGradients(outer)]
+    for _ in range(4):
+        x = torch.randn(B, T, D)
+        outer(x).sin().flatten(1).sum(1).mean().backward()
+        own = [engine.norms() for engine in engines]
+        for engine, norms in zip(engines, own, strict=True):
+            alone = [torch.autograd.grad(plain(outer, held, each), engine.model.parameters()) for each in x.split(1)]
+            exact = torch.stack([torch.cat([g.flatten() for g in gradients]).norm() for gradients in alone])
+            torch.testing.assert_close(norms, exact, rtol=1e-5, atol=0)
+
+
+def plain(outer: Any, held: list[Any], x: Tensor) -> Tensor:
+    """The loss of one sample, by the same parameters, out of the engines' sight."""
+    layers = held[0]
+    h = F.linear(x, outer.a.weight, outer.a.bias)
+    for layer in (layers[0], layers[2]):
+        h = F.gelu(F.linear(h, layer.weight, layer.bias))
+    return F.linear(h, outer.b.weight, outer.b.bias).sin().sum()
+
+
+def test_a_mode_that_the_forward_leaves_open_does_not_keep_the_forwards() -> None:
+    """A generator that is suspended within a torch.device: the forward has ended all the same."""
+
+    def ahead(m: Any, x: Tensor) -> Any:
+        with torch.device("cpu"):
+            yield m.a(x)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.next = [ahead(m, x)]
+        return next(m.next[0])
+
+    before = torch.overrides._get_current_function_mode_stack()
+    model = Net(forward, a=nn.Linear(D, D))
+    engine = fastdp.PerSampleGradients(model)
+    model(X)
+    assert (torch.zeros(2) + 1).tolist() == [1, 1]
+    model.next[0].close()
+    engine.detach()
+    assert torch.overrides._get_current_function_mode_stack() == before

@@ -15,7 +15,7 @@ from fastdp.errors import SampleMixingError
 from fastdp.grad_sample.parameter_links import leaves_of
 
 from ..cases import Net, P, square
-from ..truth import compare
+from ..truth import assert_refused, compare
 
 B, T, N, D = 4, 5, 3, 6
 
@@ -235,3 +235,32 @@ def test_a_parameter_for_each_place_in_the_batch_is_refused(name):
     with pytest.raises(SampleMixingError, match="by their place in the batch"):
         square(model, x).mean().backward()
     engine.detach()
+
+
+BY_NUMBER = {
+    "sum": lambda q, x: q.sum(0),
+    "sum of repeated": lambda q, x: q[:1].repeat(len(x), 1, 1).sum(),
+    "softmax": lambda q, x: q.softmax(0),
+    "normalize": lambda q, x: F.normalize(q, dim=0),
+    "norm": lambda q, x: q / q.norm(),
+    "deviation": lambda q, x: q / q.std(),
+    "product": lambda q, x: (q.flatten(0, 1).T @ q.flatten(0, 1)).diagonal(),
+}
+WHATEVER_NUMBER = {
+    "mean": lambda q, x: q.mean(0),
+    "largest": lambda q, x: q.amax(0),
+    "one": lambda q, x: q[0],
+    "in the sample": lambda q, x: F.normalize(q, dim=-1) / q.std(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", [*BY_NUMBER, *WHATEVER_NUMBER])
+def test_what_depends_on_how_many_copies_there_are_is_refused(name):
+    """A sum over the copies is the batch's size times the parameter, which every sample changes for all."""
+    torch.manual_seed(0)
+    made, x = {**BY_NUMBER, **WHATEVER_NUMBER}[name], torch.randn(B, N, D)
+    model = Net(lambda m, x: m.a(made(m.q.expand(len(x), -1, -1), x) * x), q=P(1, N, D), a=nn.Linear(D, D))
+    if name in WHATEVER_NUMBER:
+        assert compare(model, x, square).worst < 1e-5
+    else:
+        assert_refused(model, x, square, "copies of a parameter, of which there are as many as samples")
