@@ -45,7 +45,7 @@ from .memory_budget import Block
 from .mode_stack import leave
 from .module_hooks import ENTER, LEAVE, InnerCalls, ModuleHook, numbered
 from .multiple_forwards import Given
-from .public_forward import PublicForward
+from .public_forward import PublicBlock, PublicForward
 from .state import ENGINES, Engine, attached
 from .tracked_loss import Evaluation
 
@@ -107,7 +107,8 @@ class Forward(Engine):
         followed = loss_tracking.set_aside()
         self.backward.public += 1
         try:
-            yield
+            with PublicBlock(self.backward):
+                yield
         finally:
             self.backward.public -= 1
             loss_tracking.take_up(followed)

@@ -181,6 +181,28 @@ def private_batch(optimizer, model):
         other.detach()
 
 
+def within_public(use):
+    def case(optimizer, model):
+        for x, y in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=1.0, steps=1):
+            with optimizer.public():
+                use(model, x, y, *batch(1, 20)).backward()
+
+    return case
+
+
+def penalty(model, x, y, fake, _):
+    """Of points between private and generated ones."""
+    points = (fake + torch.rand(len(x), 1) * (x - fake)).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def written_to(model, x, y, fake, _):
+    fake = fake.clone()
+    fake[: len(x) // 2] = x[: len(x) // 2]
+    return model(fake).square().mean()
+
+
 def backward_without(optimizer, model):
     with optimizer.public():
         found = loss(model, batch(1))
@@ -213,7 +235,11 @@ def within_a_forward(optimizer, model):
 
 REFUSED = {
     ordinary_step: r"SGD.step\(\) found no gradient.*public\(\):",
-    private_batch: "batch of a poisson_loader within public",
+    private_batch: "batch of a poisson_loader, or what was made of one, within public",
+    within_public(lambda model, x, y, *_: loss(model, (x * 2, y))): "or what was made of one, within public",
+    within_public(penalty): "or what was made of one, within public",
+    within_public(written_to): "or what was made of one, within public",
+    within_public(lambda model, x, y, fake, _: loss(model, (fake, y.clone()))): "its labels, perhaps",
     backward_without: "backward outside of public.*within it",
     forward_without: "within public.*made outside of it",
     written: r"written to since.*zero_grad\(\)",
@@ -230,6 +256,16 @@ def test_what_would_mix_them_unnoticed_is_refused_and_leaves_nothing_behind():
         loss(model, batch(4)).backward()
         optimizer.step()
         torch.testing.assert_close(flat(model), truth.step(truth.clipped(batch(4))), atol=1e-5, rtol=1e-4)
+
+
+def test_generated_records_may_have_the_sizes_of_private_ones():
+    """Nothing of a record is in a shape, a type or a number of rows."""
+    for x, _ in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=1.0, steps=1):
+        optimizer = private(model := network())
+        with optimizer.public():
+            fake = [torch.randn_like(x), x.new_zeros(x.shape), torch.full(x.shape, 2.0), torch.ones(len(x), 4).to(x)]
+            loss(model, (torch.cat(fake), torch.zeros(80, dtype=torch.long))).backward()
+        assert model[0].weight.grad.any()
 
 
 def test_a_mechanism_takes_private_gradients_alone():
