@@ -25,6 +25,7 @@ from .own_places import alike
 from .tensor_notes import ALIKE, MADE, version_of
 
 _CONSTANT, _RANDOM = "constant", "random"
+_RANDOM_ROWS = "random rows"  # drawn in the loop or the loss, by the number of samples: each has its own
 _HEAD = "head"  # the first part of a tensor of unseen origin, or made of that
 _TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
 
@@ -36,11 +37,12 @@ WHY = (
 )
 
 
-def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = False) -> None:
+def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: Callable[[bool], bool] | None = None) -> None:
     """Note on the results of a call that carry no samples how they were made.
 
     is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples; of_loss: the call
-    comes after the forward, where the first rows of a tensor may be the batch's labels.
+    comes outside of the forward, where the first rows of a tensor may be the batch's labels, and (asked with True)
+    whether a size equal to the batch's is that, by the code that calls.
     """
     name, out = call.name, call.out
     if call.batch > 1:
@@ -54,8 +56,11 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
     given = [tensor for tensor in call.tensors if layout_on(tensor) is None]
     known = {_made(tensor) for tensor in given}
     tables = [is_owned(tensor) or _made(tensor) == _TABLE for tensor in given]
-    if name in operator_table.DRAWING or _RANDOM in known:
-        made = _CONSTANT if _is_drawn_again(call) else _RANDOM
+    if name in operator_table.DRAWING or known & {_RANDOM, _RANDOM_ROWS}:
+        rows = results[0].size(0) == call.batch and (
+            _RANDOM_ROWS in known or (name in operator_table.DRAWING and of_loss is not None and of_loss(True))
+        )
+        made = _CONSTANT if _is_drawn_again(call) else _RANDOM_ROWS if rows else _RANDOM
     elif name in operator_table.CUTTING_A_TABLE and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
         made = _CONSTANT if tables[0] else _HEAD
     elif name in operator_table.NUMBERING or name in operator_table.FILLING or _is_counting(call):
@@ -166,7 +171,12 @@ def _made(tensor: Tensor) -> str:
 
 def is_random(tensor: Tensor) -> bool:
     """Whether a constant was drawn at random within sight."""
-    return _made(tensor) == _RANDOM
+    return _made(tensor) in (_RANDOM, _RANDOM_ROWS)
+
+
+def is_drawn_by_sample(tensor: Tensor) -> bool:
+    """Whether it was drawn at random within sight, outside of the forward, with rows for each sample."""
+    return _made(tensor) == _RANDOM_ROWS
 
 
 def is_numbered(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..utils.pytree import tensors_in
 from . import operator_table, tensor_notes
-from .batch_positions import made_in_sight
+from .batch_positions import is_drawn_by_sample, made_in_sight
 from .calls import Call
 from .index_kinds import permutes
 from .inputs import mark_of
@@ -161,7 +161,8 @@ class Labels:
         ):
             return
         first = tensor.__dict__.setdefault(tensor_notes.SEEN_WITH, self.batch)
-        if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):
+        constant = made_in_sight(tensor) and not is_drawn_by_sample(tensor)
+        if tensor.size(0) == self.batch == first and not constant and not is_of_model(tensor):
             tensor.__dict__[tensor_notes.PRESUMED] = (self.moment, tensor_notes.version_of(tensor))
             tag(tensor, Layout(self.batch))
             tensor.__dict__[tensor_notes.LABELS] = Origin(frozenset((id(tensor),)), None, self.moment)

@@ -105,7 +105,9 @@ def _filled(call: Call, write: Write, dim: int) -> Layout | None:
     return Layout(call.batch, dim, owner=owner).taken(dim, numbers)
 
 
-def note_constant(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = False) -> None:
+def note_constant(
+    call: Call, is_owned: Callable[[Tensor], bool], of_loss: Callable[[bool], bool] | None = None
+) -> None:
     """Note how constants were made (`note_made`); one becomes data by mask[i, :n] = 1, if Python has n of sample i."""
     found = _of_own_numbers(call)
     if found is None:

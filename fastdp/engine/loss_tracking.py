@@ -234,7 +234,7 @@ class LossTracking(TorchFunctionMode):
             self.numbers.made(call)
             for tensor in call.results() if of_model else ():
                 note_parameter(tensor)
-            note_constant(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
+            note_constant(call, lambda t: isinstance(t, nn.Parameter), self.sizes.is_batch)
             return out
         of = generation_of_output(given, moment)
         if of is None and (moment.owner is LOADERS or lies_in_output(given)):
@@ -269,7 +269,7 @@ class LossTracking(TorchFunctionMode):
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
-        note_constant(call, lambda t: isinstance(t, nn.Parameter), of_loss=True)
+        note_constant(call, lambda t: isinstance(t, nn.Parameter), self.sizes.is_batch)
         stamp(call)
         if NOTED:
             self._note_read(NOTED.pop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -288,4 +289,57 @@ def test_a_term_of_one_sample_beside_the_sum_over_all_is_warned_of(one):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss.backward()
+    engine.detach()
+
+
+def masked(model, x, made):
+    """Numbers left out at random are predicted, as masked autoencoders do."""
+    mask = made(x)
+    return (model(x * ~mask) - x).square() * mask, mask
+
+
+def weighted(model, x):
+    w = torch.rand(len(x)) ** 4
+    return (w / w.mean() * (model(x) - x).square().mean(1)).mean()
+
+
+def over_all(model, x, made=lambda x: torch.rand(x.shape) > 0.6):
+    losses, mask = masked(model, x, made)
+    return losses.sum() / mask.sum()
+
+
+def over_own(model, x):
+    losses, mask = masked(model, x, lambda x: torch.rand(*x.shape) > 0.6)
+    return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def denoised(model, x):
+    steps, noise = torch.randint(0, 10, (x.size(0),)), torch.randn(x.shape)
+    kept = torch.linspace(0.9, 0.1, 10)[steps][:, None]
+    return ((model(kept.sqrt() * x + (1 - kept).sqrt() * noise) - noise).square().mean(1) / kept.squeeze(1)).mean()
+
+
+def shared(model, x, rows=9):
+    """As many draws as samples, by chance: all samples meet them all."""
+    return (model(x) @ torch.randn(rows, D).T).square().mean()
+
+
+@pytest.mark.parametrize("loss", [over_all, weighted, over_own, denoised, shared])
+def test_what_the_loop_draws_for_each_sample_is_that_samples_own(loss) -> None:
+    """In sight of the loader's batch: a sum over the draws of all divides one sample's loss by those of others."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(9, D))
+    plain = nn.Linear(D, D)
+    engine = fastdp.PerSampleGradients(copy.deepcopy(plain))
+    for (x,) in fastdp.poisson_loader(data, sample_rate=1.0, steps=1):
+        if loss in (over_all, weighted):
+            with pytest.raises(SampleMixingError, match=r"(mean|sum)\(\) combines the samples"):
+                loss(engine.model, x).backward()
+            continue
+        for model in (engine.model, plain):
+            torch.manual_seed(1)
+            loss(model, x).backward()
+        found = engine.clipped_sum(torch.full((len(x),), 1 / len(x)))
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
     engine.detach()
