@@ -303,8 +303,10 @@ def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None, samp
         owner = torch.as_tensor(sample_of_row, dtype=torch.long)
         if tensor.dim() == 0 or owner.shape != tensor.shape[:1]:
             raise ValueError(f"sample_of_row of shape {tuple(owner.shape)} for a tensor of shape {tuple(tensor.shape)}")
-        if owner.numel() and (int(owner.min()) < 0 or samples is not None and int(owner.max()) >= samples):
-            raise ValueError(f"rows of samples {int(owner.min())} to {int(owner.max())}, where samples={samples}")
+        with torch._C.DisableTorchFunction():  # no number of the user's is read
+            least, largest = (int(owner.min()), int(owner.max())) if owner.numel() else (0, -1)
+        if least < 0 or (samples is not None and largest >= samples):
+            raise ValueError(f"rows of samples {least} to {largest}, where samples={samples}")
     tag(tensor, None)  # what a forward before took it for
     tensor.__dict__[tensor_notes.ROWS] = Mark(owner, samples)
     for number in [n for n, kept in _marked.items() if kept() is None or kept() is tensor]:

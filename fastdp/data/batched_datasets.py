@@ -101,6 +101,18 @@ def rows_of(value: Any, places: list[int], count: int) -> Any:
     return _changed(value, lambda part: rows_of(part, places, count))
 
 
+def without_rows(one: Any, two: Any) -> Any:
+    """The structure of an empty batch, by batches of one record and of two: a list with an item for each record is
+    empty, and tensors and arrays have no rows."""
+    parts, others = parts_of(one), parts_of(two)
+    if isinstance(one, list | tuple) and (len(parts), len(others)) == (1, 2):
+        return type(one)()
+    if not parts or len(parts) != len(others) or not _arrays(one):
+        return rows_of(one, [], 1)
+    beside = iter(others)
+    return _changed(one, lambda part: without_rows(part, next(beside)))
+
+
 def shape_of(item: Any) -> Any:
     """What a collate_fn may sort items by."""
     if isinstance(item, Tensor | np.ndarray):

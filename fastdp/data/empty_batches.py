@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from ..errors import StepError
-from .batched_datasets import nothing, rows_of
+from .batched_datasets import nothing, without_rows
 from .collate_mixing import Trials
 from .weighted_samplers import sampler_of
 
@@ -28,7 +28,9 @@ class CollateWithEmpty:
     def __call__(self, items: Any) -> Any:
         if self.views is not None:
             self.trials.before(self.collate, items, self.views, self.dataset)
-        return rows_of(self.collate([self.dataset[0]]), [], 1) if nothing(items) else self.collate(items)
+        if not nothing(items):
+            return self.collate(items)
+        return without_rows(*(self.collate([self.dataset[0] for _ in range(count)]) for count in (1, 2)))
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:

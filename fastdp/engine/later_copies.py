@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..batch_axis.batch_slices import NOTED
 from ..batch_axis.calls import Call
-from ..batch_axis.generations import LOADERS, is_over, now, set_generation
-from ..batch_axis.layout import Layout, generation_of, layout_on, tag
+from ..batch_axis.generations import LOADERS, Token, is_over, now, set_generation
+from ..batch_axis.layout import Layout, generation_of, layout_on, tag, tag_of
 from ..batch_axis.operator_table import SHAPED
 from ..batch_axis.propagate import propagate
 from ..batch_axis.tensor_notes import INPUT, MOMENT, PRESUMED, TOKEN, release, storage_of
@@ -40,11 +40,13 @@ _DIFFERENTIATING = frozenset((Tensor.backward, torch.autograd.backward, torch.au
 
 
 class _Here(threading.local):
-    """Of this thread. tokens: of batches whose backward is over (`batch_axis.generations.Token`)."""
+    """Of this thread. tokens: of batches whose backward is over (`batch_axis.generations.Token`); gradient: of the last
+    gradients that were taken at inputs."""
 
     def __init__(self) -> None:
         self.mode: LaterCopies | None = None
         self.tokens: list[weakref.ref[Any]] = []
+        self.gradient: Callable[[], Any] = lambda: None
 
 
 _HERE = _Here()
@@ -61,22 +63,27 @@ class LaterCopies(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_compiling() or self.over:
             return func(*args, **kwargs)
-        kept = kept_output(tensors_in((args, kwargs) if kwargs else args))
+        kept = kept_output(tensors_in((args, kwargs) if kwargs else args), _takes_inputs())
         if kept is None or func in _DIFFERENTIATING or inquires(func):
             return func(*args, **kwargs)
         return carried(func, args, kwargs, kept)
 
 
-def kept_output(tensors: Sequence[Tensor]) -> Tensor | None:
+def kept_output(tensors: Sequence[Tensor], inputs: bool = False) -> Tensor | None:
     """One of these tensors that was made of a batch whose backward is over, or of what a loader handed out, and is no
-    input or label itself."""
+    input or label itself (inputs: or what a loader handed out)."""
     for tensor in tensors:  # (asked for in every call)
         notes = tensor.__dict__
-        if MOMENT in notes and INPUT not in notes and PRESUMED not in notes:
+        if MOMENT in notes and (inputs or INPUT not in notes) and PRESUMED not in notes:
             moment = generation_of(tensor)
-            if moment is not None and (moment.owner is LOADERS or is_over(moment)):
+            if moment is not None and (moment.owner is LOADERS or (is_over(moment) and INPUT not in notes)):
                 return tensor
     return None
+
+
+def _takes_inputs() -> bool:
+    """Whether the loader's batch is followed, too: a gradient that was taken at it meets it again (an attack)."""
+    return _HERE.gradient() is not None
 
 
 def carried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tensor) -> Any:
@@ -95,7 +102,8 @@ def carried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tens
         signature = _MEMO.signature(call.func, *call.given, call.batch, {})
         call.run()
         if call.results() or call.written() or call.name == "data":
-            moment.token = kept.__dict__.get(TOKEN)
+            tokens = (tensor.__dict__.get(TOKEN) for tensor in call.tensors)
+            moment.token = next((token for token in tokens if token is not None), None)
             _tag_results(call, signature)
     finally:
         moment.token = None
@@ -120,7 +128,9 @@ def _tag_results(call: Call, signature: Any) -> None:
         for tensor, layout in zip(call.results(), known, strict=True):
             tag(tensor, layout)
         return
-    constants: Sequence[Tensor] = () if call.written() else [t for t in call.tensors if kept_output((t,)) is None]
+    inputs, constants = _takes_inputs(), list[Tensor]()
+    if not call.written():
+        constants = [tensor for tensor in call.tensors if kept_output((tensor,), inputs) is None]
     others = [storage_of(tensor) for tensor in constants]
     apart = [result for result in call.results() if not any(storage_of(result) is other for other in others)]
     # some are constants that only took a shape or type; or numbers stand in a shape's place
@@ -139,6 +149,30 @@ def _tag_results(call: Call, signature: Any) -> None:
     NOTED.clear()
     if signature is not None:
         _MEMO.learn(signature, call)
+
+
+def differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], following: Any) -> Any:
+    """Make a call of `torch.autograd.grad`: at a tensor with rows of the samples, a gradient has the same rows (each
+    sample's own, if what is differentiated is a sum over the samples or a mean).
+
+    following: the mode that sees the call. It ends with the graph; the gradients are followed after that, too.
+    """
+    batch, before, token = following.batch, now(), Token()
+    outputs, inputs = (args[i : i + 1] or kwargs.get(name) for i, name in enumerate(("outputs", "inputs")))
+    of_outputs = [layout for t in tensors_in(outputs) if (layout := tag_of(t, batch)) is not None]
+    mixed = next((layout.mixed for layout in of_outputs if layout.mixed and not layout.total), "")
+    known = [(tag_of(t, batch), generation_of(t)) for t in tensors_in(inputs)]
+    out = func(*args, **kwargs)
+    for (layout, moment), gradient in zip(known, out, strict=True):
+        if layout is not None and moment is not None and isinstance(gradient, Tensor):
+            set_generation(moment)
+            moment.token, others = token, moment.token
+            tag(gradient, layout._replace(mixed=layout.mixed or mixed))
+            moment.token = others
+    set_generation(before)
+    _HERE.gradient = weakref.ref(token, _one_is_gone)
+    _HERE.tokens.append(_HERE.gradient)
+    return out
 
 
 def begin(*tokens: Any) -> None:

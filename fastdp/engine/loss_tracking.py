@@ -41,7 +41,7 @@ from .call_cache import inquires
 from .capture import Pass
 from .compile_stance import PLAINLY
 from .host_reads import NumbersRead
-from .mode_stack import insert, moving, remove, remove_over
+from .mode_stack import insert, moving, remove
 from .state import ENGINES, Engine
 from .tracked_loss import Evaluation, TrackedLoss, captured, problem_of, takes
 
@@ -72,7 +72,7 @@ class LossTracking(TorchFunctionMode):
             engine = self.what.engine()
             if not self.over and engine is not None and engine.graphed is not None:
                 engine.graphed.gradients_asked()
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if self.over else later_copies.differentiated(func, args, kwargs, self)
         if self.batch <= 1 and self.waiting:
             self._choose(tensors_in((args, kwargs)))
         if self.batch <= 1 and func is not Tensor.backward and func is not torch.autograd.backward:
@@ -198,7 +198,7 @@ class LossTracking(TorchFunctionMode):
             return
         self.finish()
         if threading is not None and self.thread == threading.get_ident() and not moving():  # (None: Python ends)
-            remove_over()
+            later_copies.begin()
 
     def finish(self) -> None:
         """Follow no longer, though the mode may still be on the stack: torch puts it back after a call that it saw."""

@@ -134,9 +134,11 @@ class UncapturedUses:
     def __init__(self, tracked: Tracked) -> None:
         self.tracked = tracked
         self._before: dict[int, tuple[Tensor, int]] = {}  # what stood in `.grad`, by parameter
+        self._noted = False
 
     def note_grads(self) -> None:
         """What stands in `.grad` now did not come of the backwards to follow."""
+        self._noted = True
         leaves = [p for p in self.tracked.holders() if p.is_leaf]  # of others .grad warns
         self._before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
 
@@ -146,6 +148,11 @@ class UncapturedUses:
             return False
         before, version = self._before.get(id(parameter), (None, 0))
         return grad is not before or grad._version != version
+
+    def written(self) -> list[str]:
+        """Parameters in whose `.grad` numbers stand that no backward has put there since the last forward began."""
+        found = [(name, p.grad) for name, p in self.tracked.named().items() if self._noted and self._has_new(p)]
+        return [name for name, grad in found if grad is not None and bool(grad.count_nonzero())]  # (zeros do no harm)
 
     def check(self, last_use_of: Mapping[int, str]) -> None:
         """Raises UncapturedUseError where autograd has given a parameter a gradient. last_use_of: for the message."""

@@ -196,6 +196,10 @@ class PerSampleGradients:
         """Note, between a forward and its backward, that other code than autograd wrote to `.grad` (zeroed it)."""
         self._backward.uncaptured.note_grads()
 
+    def written_grads(self) -> list[str]:
+        """The names of parameters whose `.grad` was written to by other code since the last forward began."""
+        return self._backward.uncaptured.written()
+
     # ------------------------------------------------------------------ results
 
     @property

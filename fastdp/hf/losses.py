@@ -240,13 +240,14 @@ class LoggedLoss:
 
     def add(self, losses: Tensor, samples: int, tokens: Tensor | None) -> None:
         """Add a physical batch: one loss per sample [B], or their mean; and the tokens of each [B]."""
-        losses = losses.float()
-        weights = torch.full_like(losses, samples / losses.numel())
-        if losses.dim() and tokens is not None:
-            weights = tokens.to(losses)
-        if self._filtered:
-            weights, losses = weights * losses.isfinite(), losses.nan_to_num(0.0, 0.0, 0.0)
-        self._since += torch.stack([(losses * weights).sum(), weights.sum()])
+        with torch._C.DisableTorchFunction():  # the loss that is trained on is followed: this is none
+            losses = losses.float()
+            weights = torch.full_like(losses, samples / losses.numel())
+            if losses.dim() and tokens is not None:
+                weights = tokens.to(losses)
+            if self._filtered:
+                weights, losses = weights * losses.isfinite(), losses.nan_to_num(0.0, 0.0, 0.0)
+            self._since += torch.stack([(losses * weights).sum(), weights.sum()])
 
     def take(self, summed: Callable[[Tensor], Tensor]) -> float:
         """The mean since the last call; summed: sums over the processes. NaN if there was nothing."""

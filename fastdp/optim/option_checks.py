@@ -106,6 +106,17 @@ def check_parameters(params: Iterable[Tensor], engine: PerSampleGradients) -> No
         )
 
 
+def refuse_written_grads(engine: PerSampleGradients) -> None:
+    """Raises StepError where others have written to `.grad` after the forward: no step takes it from there."""
+    if written := engine.written_grads():
+        raise StepError(
+            f".grad of {written[:3]} was written to since the forward began, and would get lost: a private step takes "
+            "the samples' gradients, which do not stand there. A term of the weights alone (L2, a control variate) is "
+            "public: call backward() on it within optimizer.public(), or use weight_decay=. To go on without what was "
+            "written, set .grad to None; zero_grad() drops the samples' gradients, too."
+        )
+
+
 _OF_CLIPPING = {"clipping", "max_grad_norm", "style", "gamma"}
 FIXED = _OF_CLIPPING | {  # but for names under which a loop may keep something of its own (steps, loader)
     "target_epsilon", "delta", "expected_batch_size", "loss_reduction", "sample_rate", "accountant", "target_quantile",

@@ -19,7 +19,7 @@ from ..errors import ParameterError, StepError
 from . import checkpoint, fused_update
 from .clipping import ClippingFunction
 from .drawn_noise import checked
-from .option_checks import FIXED, check_parameters, refuse_assignment
+from .option_checks import FIXED, check_parameters, refuse_assignment, refuse_written_grads
 from .plain_update import makes_state, unhooked, updated
 from .private_step import PrivateStep
 from .public_batches import PublicBatches
@@ -76,11 +76,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         source = self._public or privacy
         if not privacy.busy:  # a backward through what stands in the parameters' place is not seen
             check_parameters(self._params(), privacy.engine)
+        refuse_written_grads(privacy.engine)
         self._stepped = source.ready()
         if not self._stepped:
             return loss
-        base = base_of(self)
-        kind = fused_update.kind_of(base)
+        kind = fused_update.kind_of(base := base_of(self))
         with torch.no_grad():
             with privacy.engine.steady():
                 check_parameters(self._params(), privacy.engine)

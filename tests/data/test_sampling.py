@@ -12,8 +12,26 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp import sampling
 from fastdp.errors import StepError
+from fastdp.utils.pytree import map_tensors
 
 from ..runs import backward, data, model_of
+
+COLLATES = {
+    "a list beside a tensor": (lambda b: ([x for x, _ in b], torch.tensor([y for _, y in b])), ([], (0,))),
+    "a tuple of each": (lambda b: tuple(zip(*b, strict=True)), ((), ())),
+    "lists alone": (lambda b: [x for x, _ in b], []),
+    "columns": (lambda b: [torch.stack([x[0] for x, _ in b]), torch.tensor([y for _, y in b])], [(0, 3), (0,)]),
+    "names": (lambda b: {"x": torch.stack([x[0] for x, _ in b]), "names": ["a"] * len(b)}, {"x": (0, 3), "names": []}),
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_an_empty_batch_has_the_form_of_others_with_nothing_of_any_record(name):
+    collate, form = COLLATES[name]
+    records = [(torch.randn(n % 3 + 1, 3), n) for n in range(6)]
+    loader = fastdp.poisson_loader(records, sample_rate=1e-9, steps=1, collate_fn=collate)
+    for batch in loader:
+        assert map_tensors(batch, lambda tensor: tuple(tensor.shape)) == form
 
 
 def test_an_empty_batch_is_a_noise_only_step():

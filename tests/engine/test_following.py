@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import warnings
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.engine import loss_tracking
+from fastdp.engine import later_copies, loss_tracking
 from fastdp.engine.compile_stance import PLAINLY
 from fastdp.errors import LossNotFollowedWarning, SampleMixingError
 
@@ -294,3 +295,44 @@ def test_sizes_before_the_model_are_seen_beside_other_optimizers() -> None:
         for x, y in loader:
             train(model, optimizer, x * len(x), y)
     assert len(others) == 40
+
+
+def attacked(model, x, y, step, reduction="mean"):
+    """The model's outputs at inputs that a gradient at them has moved."""
+    moved = torch.zeros_like(x).requires_grad_()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(model(x + moved), y, reduction=reduction), moved)
+    return model(x + step(gradient))
+
+
+STEPS = {
+    "sign": (lambda g: 0.1 * g.sign(), ""),
+    "by its own norm": (lambda g: g / g.norm(dim=1, keepdim=True), ""),
+    "kept within bounds": (lambda g: (50 * g).clamp(-0.1, 0.1), ""),
+    "by the norm of all": (lambda g: g / g.norm(), "norm"),
+    "by the largest of all": (lambda g: g / g.abs().max(), "max"),
+    "less the mean of all": (lambda g: g - g.mean(0), "mean"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_at_inputs_have_rows_of_the_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adversarial training on a loader's batches: what divides one sample's gradient by others' is refused."""
+    monkeypatch.setattr(later_copies, "any_compiled", lambda: False)  # by other tests
+    torch.manual_seed(0)
+    plain, (step, mixes) = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)), STEPS[name]
+    model = copy.deepcopy(plain)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
+    records = torch.utils.data.TensorDataset(torch.randn(20, D), torch.randint(0, 3, (20,)))
+    for x, y in fastdp.poisson_loader(records, sample_rate=0.5, steps=3):
+        if mixes:
+            with pytest.raises(SampleMixingError, match=rf"{mixes}\(\) combines the samples"):
+                F.cross_entropy(attacked(model, x, y, step), y).backward()
+            break
+        plain.load_state_dict(model.state_dict())
+        F.cross_entropy(attacked(model, x, y, step), y).backward()
+        own = F.cross_entropy(attacked(plain, x, y, step, "sum"), y, reduction="none")
+        exact = [torch.autograd.grad(each, list(plain.parameters()), retain_graph=True) for each in own]
+        norms = torch.stack([torch.cat([g.flatten() for g in gradients]).norm() for gradients in exact])
+        if name != "kept within bounds":  # (a mean's gradient is smaller)
+            torch.testing.assert_close(optimizer.norms, norms, rtol=1e-4, atol=1e-6)
+        optimizer.step()

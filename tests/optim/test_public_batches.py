@@ -276,3 +276,32 @@ def test_a_mechanism_takes_private_gradients_alone():
         with pytest.raises(StepError, match="DP-FTRL.*private gradients alone"):
             optimizer.step()
         break
+
+
+def control_variate(optimizer, model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+def added_to(optimizer, model):
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # left by the step before
+        p.grad += 0.1 * p.detach()
+
+
+@pytest.mark.parametrize("write", [control_variate, added_to])
+def test_what_is_written_to_grad_before_a_step_does_not_get_lost_unseen(write):
+    optimizer, truth = private(model := network()), Truth(model)
+    for seed in (4, 5):
+        loss(model, batch(seed)).backward()
+        write(optimizer, model)
+        with pytest.raises(StepError, match=r"\.grad of \['0.weight', '0.bias', '2.weight'\] was written to"):
+            optimizer.step()
+        for p in model.parameters():
+            p.grad = None
+        optimizer.step()
+        torch.testing.assert_close(flat(model), truth.step(truth.clipped(batch(seed))), atol=1e-5, rtol=1e-4)
+    loss(model, batch(6)).backward()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
