@@ -148,13 +148,13 @@ def packed_sequences(values: Any) -> list[nn.utils.rnn.PackedSequence]:
     return []
 
 
-def _tensors_in_first_list(values: Any) -> int:
-    """How many tensors, all of one shape, the first argument is a list of; 0 if it is none."""
+def _first_list(values: Any) -> list[Tensor]:
+    """The tensors that the first argument is a list of, alike but for their numbers of rows; else none."""
     args, kwargs = values
     first = next(iter((*args, *kwargs.values())), None)
-    if not isinstance(first, list) or not all(isinstance(item, Tensor) for item in first):
-        return 0
-    return len(first) if len({item.shape for item in first}) == 1 else 0
+    if not isinstance(first, list) or not all(isinstance(item, Tensor) and item.dim() for item in first):
+        return []
+    return first if len({item.shape[1:] for item in first}) == 1 else []
 
 
 def refuse_ragged(tensor: Tensor, what: str) -> None:
@@ -182,17 +182,24 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
         current.size * rows_per_sample in sizes or not (sizes or packed) or any(map(mark_of, tensors))
     ):
         return current.size * rows_per_sample
+    listed = [tensor for tensor in _first_list(values) if mark_of(tensor) is None]
+    marking = f"mark all of them: fastdp.mark_rows(x, [number] * len(x), samples={len(listed)})."
+    if len({item.size(0) for item in listed}) > 1 and not dim:
+        raise StepError(
+            f"the model was called with a list of tensors that have {sorted({len(item) for item in listed})} rows. "
+            f"If each tensor is a sample, {marking} If the first has a row for each sample, and the others are of "
+            "none, fastdp.mark_rows(other, None) says so."
+        )
     if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
         raise StepError(
             f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is "
             "the number of samples? Give batch_size= to the optimizer, or the batch first."
         )
     if sizes:
-        if (number := _tensors_in_first_list(values)) > 1 and number != sizes[0]:
+        if len(listed) > 1 and len(listed) != sizes[0]:
             warnings.warn(
-                f"the model was called with a list of {number} tensors of one shape: the {sizes[0]} samples are "
-                f"taken to lie in dimension {dim} of each. If each tensor is a sample instead, mark all of them: "
-                f"fastdp.mark_rows(x, [number] * len(x), samples={number}).",
+                f"the model was called with a list of {len(listed)} tensors of one shape: the {sizes[0]} samples are "
+                f"taken to lie in dimension {dim} of each. If each tensor is a sample instead, {marking}",
                 stacklevel=2,
             )
         return sizes[0]

@@ -60,8 +60,9 @@ UNUSED = (
 )
 AGAIN = (
     "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
-    "backward once; for an input's gradient (an attack) take torch.autograd.grad(loss, x). One of nothing private (a "
-    "generator's step, generated samples) goes into optimizer.public()."
+    "backward once; after a step, go on with the next batch (the loader's steps= gives more). For an input's gradient "
+    "(an attack) take torch.autograd.grad of the loss's sum. One of nothing private (a generator's step, generated "
+    "samples) goes into optimizer.public()."
 )
 REPEATED = (
     "a step was made on a batch that had one before (pass {1}, step {2} of what the poisson_loader draws). Together "
@@ -146,7 +147,8 @@ def check_whole(batch: PhysicalBatch, records: int, people: object) -> None:
         raise StepError(
             f"the loader handed out {batch.size} records, the model was given a batch of {records}"
             f"{'' if records != batch.size else ' of other persons'}. One record must be one row (or augmentations= "
-            "or rows_per_sample= of them), and the whole batch must pass."
+            "or rows_per_sample= of them), and the whole batch must pass at once: the loader cuts large ones into "
+            "physical batches itself, by max_physical_batch_size=, with a backward() and step() for each."
         )
 
 

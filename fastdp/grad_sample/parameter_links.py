@@ -181,14 +181,17 @@ def _again(parents: list[Tensor]) -> tuple[Callable[..., Any], ...]:
 def _link_base(view: Tensor, before: Link | None, forward_pass: ForwardPass) -> None:
     """What was written through a view is in the memory that it views: that tensor is made of these parameters too.
 
-    before: the view's link before it was written to. Not followed where the memory holds data, or had been written to
-    in another way: its own link, if it has one, is then of an older version, and its next use is refused.
+    before: the view's link before it was written to; None, as of the tensor: both were constants. Not followed where
+    the memory holds data, or had been written to in another way: its own link, if it has one, is then of an older
+    version, and its next use is refused.
     """
     base = view._base
     link = link_of(view)
     if base is None or link is None or forward_pass.is_tracked(base) or tag_of(base, forward_pass.batch) is not None:
         return
     above = link_of(base)
+    if above is None and before is None and tensor_notes.UNTRACKED not in base.__dict__:
+        set_link(base, link._replace(version=base._version))
     if above is None or before is None or above.version != before.version:
         return
     leaves = {id(leaf): leaf for leaf in (*above.leaves, *link.leaves)}

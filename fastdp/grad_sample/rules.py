@@ -86,8 +86,8 @@ def refuse_contraction(forward_pass: ForwardPass, layout: Layout, dim: int, name
     if layout.batch > 1 and layout.dim == dim:
         raise SampleMixingError(
             f"{forward_pass.place(name)}: sums over dimension {dim}, along which the samples lie: each output depends "
-            "on all samples. If the model takes samples along another dimension, transpose its input, or give "
-            "batch_first=False."
+            "on all samples. If the input is one sample, make it a batch (x[None]). If the model takes samples along "
+            "another dimension, transpose its input, or give batch_first=False."
         )
 
 

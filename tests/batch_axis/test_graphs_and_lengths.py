@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -228,3 +230,35 @@ def test_masks_made_of_the_lengths_of_packed_texts(pool: str, batch_first: bool,
 def test_lengths_of_others_are_still_refused() -> None:
     with pytest.raises(SampleMixingError):
         sensitivity(Recurrent("by lengths of others"), (torch.randn(5, T, D), torch.tensor([3, 7, 2, 5, 5])), [])
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(D, 4)
+
+    def forward(self, bags: list[Tensor]) -> Tensor:
+        return torch.stack([self.head(rows).tanh().mean(0) for rows in bags])
+
+
+def test_a_list_with_a_tensor_for_each_sample_is_told_apart_from_batches() -> None:
+    """Unmarked, it is refused with the loop that marks it, which reads no number that a loader's loop would be warned
+    of."""
+    model, records = Bags(), [(torch.randn(n % 3 + 1, D), n % 4) for n in range(12)]
+    plain, engine = copy.deepcopy(model), fastdp.PerSampleGradients(model)
+    loader = fastdp.poisson_loader(
+        records, sample_rate=1.0, steps=1, collate_fn=lambda b: ([x for x, _ in b], torch.tensor([y for _, y in b]))
+    )
+    for bags, y in loader:
+        with pytest.raises(StepError, match=r"have \[1, 2, 3\] rows. If each tensor is a sample, mark all of them"):
+            model(bags)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number, x in enumerate(bags):
+                fastdp.mark_rows(x, [number] * len(x), samples=len(bags))
+            F.cross_entropy(model(bags), y).backward()
+        for x, label, norm in zip(bags, y, engine.norms(), strict=True):
+            own = torch.autograd.grad(F.cross_entropy(plain([x]), label[None]), list(plain.parameters()))
+            torch.testing.assert_close(norm, torch.cat([g.flatten() for g in own]).norm())
+    engine.detach()

@@ -280,7 +280,24 @@ def written_behind(m, x):
     return m.b(x + table)
 
 
-@pytest.mark.parametrize("forward", [scaled_in_part, written_behind])
+def added_to_zeros(m, x):
+    """`k[0] += w` is a write through a view of the zeros, and one of that view to them."""
+    table = x.new_zeros(3, D, D)
+    table[0] += m.w
+    table[1, :, 1:] -= m.w[1:]
+    table[2].diagonal().add_(m.w)
+    table[0] *= m.w
+    return m.b(x @ table[0] + x @ table[1] + x @ table[2])
+
+
+def copied_to_zeros(m, x):
+    table = x.new_zeros(2, D, D)
+    table.view(-1)[:D].copy_(m.w)
+    table[1, :2].copy_(m.w)
+    return m.b(x @ table[0] + x @ table[1])
+
+
+@pytest.mark.parametrize("forward", [scaled_in_part, added_to_zeros, copied_to_zeros, written_behind])
 def test_parameters_written_through_a_view(forward):
     model = Net(forward, **parts())
     try:
