@@ -40,7 +40,7 @@ from .checkpointing import watch_region
 from .compile_stance import PLAINLY, CompiledModules
 from .forward_record import joined_error
 from .forward_threads import Turn
-from .loader_tracking import given_to_model, handed_out_in, loader_of, read_in, refuse_more_rows
+from .loader_tracking import given_to_model, handed_out_in, loader_of, read_in, refuse_more_rows, refuse_rows_apart
 from .memory_budget import Block
 from .mode_stack import leave
 from .module_hooks import ENTER, LEAVE, InnerCalls, ModuleHook, numbered
@@ -233,6 +233,7 @@ class Forward(Engine):
             OWN_NUMBERS.loaded(())  # of another batch
             DRAWN.clear()
         given_to_model(self, tensors)
+        refuse_rows_apart(self.batch, self.batching.rows_per_sample, tensors)
         self._moments.append(active.moment)
         active.moment.token = Token()
         active.read, unknown = read_in(followed, self.batch, tensors)

@@ -102,6 +102,19 @@ def handed_out_in(found: LossTracking | None, batch: int) -> int:
     return found.moment.number if found.moment.owner is LOADERS else found.moment.before
 
 
+def refuse_rows_apart(batch: int, rows_per_sample: int, tensors: Sequence[Tensor]) -> None:
+    """Raises StepError where the rows of a record, made of a loader's batch in sight, do not follow one another."""
+    for tensor in tensors if rows_per_sample > 1 else ():
+        layout = tag_of(tensor, batch)
+        if layout is not None and layout.outer > 1 and layout.rows == batch * rows_per_sample:
+            raise StepError(
+                f"the model is given the {rows_per_sample} rows of each record {layout.batch * layout.inner} rows "
+                "apart (all first views, then all second ones), but augmentations= and rows_per_sample= take rows that "
+                "follow one another for those of one record. Make them by torch.stack(views, 1).flatten(0, 1), or by "
+                f"x.repeat_interleave({rows_per_sample}, 0); the labels too."
+            )
+
+
 def refuse_more_rows(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> None:
     """Raises StepError for a forward of more rows than a loader handed out records, if they are made of these."""
     for tensor in tensors:

@@ -106,3 +106,32 @@ def test_numbers_of_views_that_do_not_fit_are_refused():
     optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=1.0, augmentations=K, expected_batch_size=2)
     with pytest.raises(GraphError, match="several rows of each sample"):
         optimizer.graphed(lambda m, a, b: F.cross_entropy(m(a), b, reduction="none"), (x[:6], y[:6]))
+
+
+APART = {
+    "joined": lambda x: torch.cat([x + 0.1 * torch.randn(x.shape) for _ in range(K)]),
+    "repeated": lambda x: x.repeat(K, *[1] * (x.dim() - 1)),
+    "stacked": lambda x: torch.stack([x] * K).flatten(0, 1),
+}
+IN_TURN = {
+    "stacked behind": lambda x: torch.stack([x] * K, 1).flatten(0, 1),
+    "repeated in turn": lambda x: x.repeat_interleave(K, 0),
+}
+
+
+@pytest.mark.parametrize("name", [*APART, *IN_TURN])
+def test_views_made_in_the_loop_follow_one_another(name):
+    """By the rows of the loader's batch: those of one record, not one view of all."""
+    views = {**APART, **IN_TURN}[name]
+    optimizer = fastdp.DPSGD(model := network(), lr=1.0, noise_multiplier=0.0, max_grad_norm=R, augmentations=K)
+    for x, y in fastdp.poisson_loader(records(), sample_rate=0.3, steps=2):
+        labels = y.repeat(K) if name in APART else y.repeat_interleave(K)
+        if name in APART:
+            with pytest.raises(StepError, match=r"rows apart .*torch.stack\(views, 1\).flatten\(0, 1\)"):
+                model(views(x))
+            break
+        inputs = views(x)
+        truth, _ = step_by_hand(model, list(zip(inputs.split(K), labels.split(K), strict=True)), 12)
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        assert_equal(model, truth)
