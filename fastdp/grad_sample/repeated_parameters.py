@@ -156,13 +156,23 @@ def with_rows(forward_pass: RepeatingPass, call: Call, has_data: bool) -> Call |
             return None
         if call.name in operator_table.ELEMENTWISE:
             return _with_repeated(forward_pass, call, others, *found[0])
-    if call.name not in operator_table.BY_LENGTHS:  # whose states lie otherwise than their data
+    if (
+        not _by_mask(call, found) and call.name not in operator_table.BY_LENGTHS
+    ):
         beside = {_place(t, layout) for t, layout in call.inputs()}
         found = [
             (t, note) for t, note in found if beside <= {_place(t, note.layout)} and _takes(call, t, note, has_data)
         ]
     data = {id(tensor): _as_data(forward_pass, tensor, note) for tensor, note in found}
     return _replaced(call, data) if found else None
+
+
+def _by_mask(call: Call, found: list[tuple[Tensor, Repeated]]) -> bool:
+    """Whether a mask of the samples picks some of the copies, one for each."""
+    if call.name != "__getitem__" or len(found) != 1 or found[0][0] is not call.args[0] or not found[0][1].certain:
+        return False
+    masks = [(tensor, layout) for tensor, layout in call.inputs() if tensor is call.args[1]]
+    return any(mask.dtype == torch.bool and layout.plain and not layout.dim for mask, layout in masks)
 
 
 def _takes(call: Call, tensor: Tensor, note: Repeated, has_data: bool) -> bool:

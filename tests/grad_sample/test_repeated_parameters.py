@@ -53,7 +53,15 @@ def in_pieces(m, x, q=None, again=False):
     return checkpoint(piece, m.b(x), *(() if q is None else (q,)), use_reentrant=again)
 
 
+def dropped(m, x):
+    """As in guidance without a classifier: the condition of some samples is a learned one."""
+    c, none = m.a(x).clone(), x[:, 0, 0] > 0
+    c[none] = m.q[:1].expand(len(x), T, -1)[none]
+    return m.b(c)
+
+
 FORWARDS = {
+    "picked by a mask": dropped,
     "expand": lambda m, x: look(m.a(m.q.expand(len(x), -1, -1)), x),
     "expand_as": lambda m, x: look(m.a(m.q[:1].expand_as(x)), x),
     "repeat": lambda m, x: look(m.a(m.q.unsqueeze(0).repeat(len(x), 1, 1)), x),
