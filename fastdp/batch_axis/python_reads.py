@@ -191,7 +191,7 @@ class EscapedValues:
             if mine and given.is_changed():
                 raise SampleMixingError(
                     f"the memory that {given.name}() gave out of torch was written to there: fastdp no longer knows "
-                    "which samples it holds. Write to a copy of it (clone())."
+                    "which samples it holds. Write to a copy of it (x.numpy().copy())."
                 )
 
     def _renew(self, tensors: Sequence[Tensor]) -> None:

@@ -156,9 +156,7 @@ def with_rows(forward_pass: RepeatingPass, call: Call, has_data: bool) -> Call |
             return None
         if call.name in operator_table.ELEMENTWISE:
             return _with_repeated(forward_pass, call, others, *found[0])
-    if (
-        not _by_mask(call, found) and call.name not in operator_table.BY_LENGTHS
-    ):
+    if not _by_mask(call, found) and call.name not in operator_table.BY_LENGTHS:
         beside = {_place(t, layout) for t, layout in call.inputs()}
         found = [
             (t, note) for t, note in found if beside <= {_place(t, note.layout)} and _takes(call, t, note, has_data)

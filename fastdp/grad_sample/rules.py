@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch_axis.batch_positions import WHY, by_place, is_random, rows_alike
 from ..batch_axis.deferred_checks import doubt
@@ -44,14 +44,23 @@ def attributed(forward_pass: ForwardPass, tensor: Tensor, layout: Layout | None,
     if layout is None:
         leaves = [getattr(node, "variable", None) for node in graph_nodes([tensor.grad_fn])]
         parameters = [leaf for leaf in leaves if leaf is not None and forward_pass.is_tracked(leaf)]
-        why = (
-            f"it was made of {forward_pass.names_of(parameters)} outside of the model's forward, where fastdp does not "
-            "see it. Make it within the forward (a learned first state: pass None, and expand the parameter there)."
-            if parameters
-            else "its origin was not seen (a custom autograd function, perhaps). Call the model with the samples along "
-            "the first dimension, or give batch_size= and batch_first=. A generator's step through a private "
-            "discriminator belongs within optimizer.public()."
-        )
+        if parameters:
+            why = (
+                f"it was made of {forward_pass.names_of(parameters)} outside of the model's forward, where fastdp does "
+                "not see it. Make it within the forward (a learned first state: pass None, and expand the parameter "
+                "there)."
+            )
+        elif any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+            why = (
+                "it was made of trainable parameters outside of the model (an encoder, or a generator). Make them part "
+                "of the model, or detach() it. A generator's step through a private discriminator belongs within "
+                "optimizer.public()."
+            )
+        else:
+            why = (
+                "its origin was not seen (a custom autograd function, perhaps). Say whose its rows are, by "
+                "fastdp.mark_rows(x, torch.arange(n), samples=n), or detach() it before the model."
+            )
         raise BatchLayoutError(
             f"{place}: cannot tell which rows of an input of shape {tuple(tensor.shape)} belong to which of the "
             f"{forward_pass.batch} samples: {why}"

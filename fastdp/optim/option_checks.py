@@ -106,9 +106,10 @@ def check_parameters(params: Iterable[Tensor], engine: PerSampleGradients) -> No
         )
 
 
-def refuse_written_grads(engine: PerSampleGradients) -> None:
-    """Raises StepError where others have written to `.grad` after the forward: no step takes it from there."""
-    if written := engine.written_grads():
+def refuse_written_grads(engine: PerSampleGradients, busy: bool) -> None:
+    """Raises StepError where others have written to `.grad` after the forward: no step takes it from there. busy: a
+    step is to be made of the samples' gradients (else it was autograd that wrote there)."""
+    if busy and (written := engine.written_grads()):
         raise StepError(
             f".grad of {written[:3]} was written to since the forward began, and would get lost: a private step takes "
             "the samples' gradients, which do not stand there. A term of the weights alone (L2, a control variate) is "

@@ -76,7 +76,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         source = self._public or privacy
         if not privacy.busy:  # a backward through what stands in the parameters' place is not seen
             check_parameters(self._params(), privacy.engine)
-        refuse_written_grads(privacy.engine)
+        refuse_written_grads(privacy.engine, privacy.busy)
         self._stepped = source.ready()
         if not self._stepped:
             return loss
