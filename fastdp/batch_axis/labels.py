@@ -102,12 +102,15 @@ class Labels:
         weighs = any(layout is not None and layout.total for layout in known)  # sums of several losses, of columns
         if call.name in _ONE_BY_ONE and not any(tag_of(tensor, self.batch) is not None for tensor in call.tensors):
             return  # what becomes of them may be labels, or one sample's of a list
+        # what the loop has drawn becomes a sample's own beside its data, or by a sum over all draws
+        beside = call.name not in operator_table.RESHAPING_LABELS and any(layout is not None for layout in known)
+        drawn = beside or call.name in operator_table.COMBINING_LABELS
         owners = {layout.alone for tensor in call.tensors if (layout := tag_of(tensor, self.batch)) is not None}
         for tensor in () if self.paused or weighs else call.tensors if whole else self._candidates(call):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                 continue
             if not tensor.requires_grad and not self._is_own(tensor, owners):
-                self._presume(tensor)
+                self._presume(tensor, drawn)
 
     def _candidates(self, call: Call) -> Iterable[Any]:
         kind, (args, kwargs) = _kind(call.func), call.given
@@ -148,7 +151,7 @@ class Labels:
             OWN_NUMBERS.of(Layout(self.batch))  # each may have an item of its own, or none
         return True
 
-    def _presume(self, tensor: Tensor) -> None:
+    def _presume(self, tensor: Tensor, drawn: bool) -> None:
         if (
             not tensor.dim()
             or tensor_notes.WRITTEN_DOWN in tensor.__dict__
@@ -161,7 +164,7 @@ class Labels:
         ):
             return
         first = tensor.__dict__.setdefault(tensor_notes.SEEN_WITH, self.batch)
-        constant = made_in_sight(tensor) and not is_drawn_by_sample(tensor)
+        constant = made_in_sight(tensor) and not (drawn and is_drawn_by_sample(tensor))
         if tensor.size(0) == self.batch == first and not constant and not is_of_model(tensor):
             tensor.__dict__[tensor_notes.PRESUMED] = (self.moment, tensor_notes.version_of(tensor))
             tag(tensor, Layout(self.batch))

@@ -175,8 +175,8 @@ class Sizes:
         """Whether a size that equals the batch's is, by the code that calls now, most likely that: neither written down
         nor taken from elsewhere. certain: it was told as that, where it stands or its variable was assigned."""
         calling = [frame for frame in frames(sys._getframe(1)) if not _is_ours(frame.f_code.co_filename)]
-        asking = [place for place, frame in enumerate(calling) if frame.f_code in self._codes]
-        for frame in calling[: asking[-1] + 1 if asking else 0]:
+        asking = max((place for place, frame in enumerate(calling, 1) if frame.f_code in self._codes), default=0)
+        for frame in calling[:asking]:
             if literal_in_code(frame, self._batch, self._codes):
                 return False
             if (told := self._told_at(frame)) is not None:
@@ -186,7 +186,7 @@ class Sizes:
     def _told_at(self, frame: Any) -> bool | None:
         """Whether the batch's size, as a frame's line reads it, was told as that; None if this is not known."""
         code, lines = frame.f_code, lines_of_call(frame)
-        if any(_BATCH in self._lines.get((code, line), ()) for line in lines):
+        if any(_BATCH in (at := self._lines.get((code, line), ())) and self._batch not in at for line in lines):
             return True
         places = assigned(frame, self._batch, lines)
         if places is None or (not places and code not in self._codes):

@@ -75,7 +75,6 @@ class Backward:
         self.several = MultipleForwards()
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.public = 0  # within so many `public()`: nothing is recorded
-        self.of_private_loss = False  # the backward that runs within `public()` is of a loss made with private records
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays()

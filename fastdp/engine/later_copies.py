@@ -24,8 +24,9 @@ from ..batch_axis.calls import Call
 from ..batch_axis.generations import LOADERS, Token, is_over, now, set_generation
 from ..batch_axis.layout import Layout, generation_of, layout_on, tag, tag_of
 from ..batch_axis.operator_table import SHAPED
+from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import propagate
-from ..batch_axis.tensor_notes import INPUT, MOMENT, PRESUMED, TOKEN, release, storage_of
+from ..batch_axis.tensor_notes import INPUT, MOMENT, PRESUMED, TOKEN, is_of_model, release, storage_of
 from ..errors import FastDPError
 from ..utils.pytree import tensors_in
 from .call_cache import Memo, inquires
@@ -36,7 +37,8 @@ _MOST = 8  # batches of which something is kept
 _MEMO = Memo()
 _OVERWRITING = frozenset(("zero_", "fill_", "copy_"))
 _OF_SHAPES = SHAPED | {"new_tensor", "randint_like"}  # what they make holds nothing of the first tensor
-_DIFFERENTIATING = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+_PASSED = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad, Tensor.requires_grad_))
+_SUMMED = "torch.autograd.grad() sums over the samples that meet a tensor without rows of its own for them"
 
 
 class _Here(threading.local):
@@ -64,7 +66,7 @@ class LaterCopies(TorchFunctionMode):
         if is_compiling() or self.over:
             return func(*args, **kwargs)
         kept = kept_output(tensors_in((args, kwargs) if kwargs else args), _takes_inputs())
-        if kept is None or func in _DIFFERENTIATING or inquires(func):
+        if kept is None or func in _PASSED or inquires(func):
             return func(*args, **kwargs)
         return carried(func, args, kwargs, kept)
 
@@ -76,7 +78,10 @@ def kept_output(tensors: Sequence[Tensor], inputs: bool = False) -> Tensor | Non
         notes = tensor.__dict__
         if MOMENT in notes and (inputs or INPUT not in notes) and PRESUMED not in notes:
             moment = generation_of(tensor)
-            if moment is not None and (moment.owner is LOADERS or (is_over(moment) and INPUT not in notes)):
+            if moment is None:
+                continue
+            of_gradient = inputs and notes.get(TOKEN) is _HERE.gradient()
+            if moment.owner is LOADERS or of_gradient or (is_over(moment) and INPUT not in notes):
                 return tensor
     return None
 
@@ -100,6 +105,7 @@ def carried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tens
     set_generation(moment)
     try:
         signature = _MEMO.signature(call.func, *call.given, call.batch, {})
+        keep_target(call)
         call.run()
         if call.results() or call.written() or call.name == "data":
             tokens = (tensor.__dict__.get(TOKEN) for tensor in call.tensors)
@@ -153,21 +159,28 @@ def _tag_results(call: Call, signature: Any) -> None:
 
 def differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], following: Any) -> Any:
     """Make a call of `torch.autograd.grad`: at a tensor with rows of the samples, a gradient has the same rows (each
-    sample's own, if what is differentiated is a sum over the samples or a mean).
+    sample's own, if what is differentiated is a sum over the samples or a mean); at others it is a sum over them.
 
     following: the mode that sees the call. It ends with the graph; the gradients are followed after that, too.
     """
     batch, before, token = following.batch, now(), Token()
-    outputs, inputs = (args[i : i + 1] or kwargs.get(name) for i, name in enumerate(("outputs", "inputs")))
-    of_outputs = [layout for t in tensors_in(outputs) if (layout := tag_of(t, batch)) is not None]
-    mixed = next((layout.mixed for layout in of_outputs if layout.mixed and not layout.total), "")
-    known = [(tag_of(t, batch), generation_of(t)) for t in tensors_in(inputs)]
+    parts = (args[i : i + 1] or kwargs.get(name) for i, name in enumerate(("outputs", "inputs", "grad_outputs")))
+    outputs, inputs, weights = map(tensors_in, parts)
+    of_outputs = [(layout, generation_of(t)) for t in (*outputs, *weights) if (layout := tag_of(t, batch)) is not None]
+    mixed = next((layout.mixed for layout, _ in of_outputs if layout.mixed and not layout.total), "")
+    known = [(tag_of(t, batch), generation_of(t)) for t in inputs]
     out = func(*args, **kwargs)
-    for (layout, moment), gradient in zip(known, out, strict=True):
+    of_all = next((moment for _, moment in (*known, *of_outputs) if moment is not None), None)
+    for tensor, (layout, moment), gradient in zip(inputs, known, out, strict=True):
+        if layout is None and of_outputs and batch not in tensor.shape and not is_of_model(tensor):
+            layout, moment = Layout(batch, mixed=_SUMMED), of_all
+        elif moment is None or moment.owner is not LOADERS:
+            continue  # (of inputs that no loader showed: as they, of unseen origin)
         if layout is not None and moment is not None and isinstance(gradient, Tensor):
             set_generation(moment)
             moment.token, others = token, moment.token
-            tag(gradient, layout._replace(mixed=layout.mixed or mixed))
+            behind = int(bool(kwargs.get("is_grads_batched")))
+            tag(gradient, layout._replace(mixed=layout.mixed or mixed, dim=layout.dim + behind))
             moment.token = others
     set_generation(before)
     _HERE.gradient = weakref.ref(token, _one_is_gone)

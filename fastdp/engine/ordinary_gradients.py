@@ -152,7 +152,8 @@ class UncapturedUses:
     def written(self) -> list[str]:
         """Parameters in whose `.grad` numbers stand that no backward has put there since the last forward began."""
         found = [(name, p.grad) for name, p in self.tracked.named().items() if self._noted and self._has_new(p)]
-        return [name for name, grad in found if grad is not None and bool(grad.count_nonzero())]  # (zeros do no harm)
+        numbers = [(name, g._values() if g.is_sparse else g) for name, g in found if g is not None]
+        return [name for name, values in numbers if bool(values.count_nonzero())]  # (zeros do no harm)
 
     def check(self, last_use_of: Mapping[int, str]) -> None:
         """Raises UncapturedUseError where autograd has given a parameter a gradient. last_use_of: for the message."""

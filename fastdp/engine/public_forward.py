@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,31 +12,35 @@ from torch.overrides import TorchFunctionMode
 from ..batch_axis.generations import LOADERS
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.operator_table import SHAPED, TAKING_A_PATTERN, function_name, is_in_place
-from ..batch_axis.tensor_notes import LOADED, MOMENT
+from ..batch_axis.tensor_notes import LOADED, MOMENT, PRESUMED, storage_of
 from ..errors import StepError
-from ..utils.autograd_graph import on_gradient
+from ..utils.autograd_graph import graph_nodes, on_gradient
 from ..utils.pytree import tensors_in
 from .backward import Backward
 from .call_cache import inquires
 
-_MADE_OF_LOADED = "_fastdp_made_of_loaded"  # within `public()`
 _SHAPED = SHAPED | {"new_tensor", "randint_like"}  # of the first tensor, only its shape and type
+_OVERWRITING = frozenset("zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_".split())
+_DIFFERENTIATING = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _WITHIN = "within public(), where nothing is clipped or noised: train on it outside of public()."
 
+_MADE = "_fastdp_made_of_records"  # within `public()`, on tensors and storages: of which of these
+_OF_RECORDS, _OF_THEIR_SHAPE = 2, 1  # the second: or of their numbers, before the block
 
-def _is_private(tensor: Tensor) -> bool:
-    """Whether a loader of private records has handed it out, or it was made of what one has."""
-    notes = tensor.__dict__
-    moment = notes.get(MOMENT)
-    return (
-        LOADED in notes
-        or _MADE_OF_LOADED in notes
-        or (moment is not None and (moment.owner is LOADERS or bool(moment.before)))
-    )
+
+def _private(tensor: Tensor) -> int:
+    """What a tensor has of a batch of private records: 0 if nothing."""
+    notes, storage, moment = tensor.__dict__, storage_of(tensor), tensor.__dict__.get(MOMENT)
+    made = max(notes.get(_MADE, 0), getattr(storage, _MADE, 0))
+    if LOADED in notes or made == _OF_RECORDS:
+        return _OF_RECORDS
+    followed = moment is not None and (moment.owner is LOADERS or bool(moment.before)) and PRESUMED not in notes
+    return max(made, _OF_THEIR_SHAPE if followed else 0)
 
 
 class PublicBlock(TorchFunctionMode):
-    """On within `public()`: notes what is made there of batches that loaders of private records handed out."""
+    """On within `public()`: notes what is made there of batches that loaders of private records handed out, and refuses
+    to train on it."""
 
     def __init__(self, backward: Backward) -> None:
         super().__init__()
@@ -44,19 +49,35 @@ class PublicBlock(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given, name = tensors_in((args, kwargs)), function_name(func)
-        taken = given[1:] if name in _SHAPED else given[:1] if name in TAKING_A_PATTERN else given
-        private = any(map(_is_private, taken)) and not inquires(func)
-        if private and func in (Tensor.backward, torch.autograd.backward):
-            self._backward.of_private_loss = True
-        try:
-            out = func(*args, **kwargs)
-        finally:
-            self._backward.of_private_loss = False
+        if inquires(func) or not given:
+            return func(*args, **kwargs)
+        anew = name in _OVERWRITING and not given[0]._is_view()
+        taken = given[1:] if anew or name in _SHAPED else given[:1] if name in TAKING_A_PATTERN else given
+        private = max(map(_private, taken), default=0)
+        target = given[0] if is_in_place(name) or (name == "data" and len(given) > 1) else None
+        if private == _OF_RECORDS:
+            self._refuse(func, tensors_in(args[:1]), target)
+        out = func(*args, **kwargs)
         if private:
-            written = given[:1] if is_in_place(name) else tensors_in(kwargs.get("out"))
-            for tensor in (*tensors_in(out), *written):
-                tensor.__dict__[_MADE_OF_LOADED] = True
+            for tensor in tensors_in(out):
+                tensor.__dict__[_MADE] = max(private, tensor.__dict__.get(_MADE, 0))
+            for tensor in tensors_in(kwargs.get("out")) if target is None else (target,):
+                for holder in (tensor, storage_of(tensor)):
+                    setattr(holder, _MADE, private)
+        elif anew:
+            for holder in (given[0], storage_of(given[0])):
+                setattr(holder, _MADE, 0)
         return out
+
+    def _refuse(self, func: Any, roots: Sequence[Tensor], target: Tensor | None) -> None:
+        """Raises StepError where records would move the model's parameters."""
+        mine = {id(p): p for p in self._backward.tracked.named().values()}
+        if func in _DIFFERENTIATING:
+            leaves = (getattr(node, "variable", None) for node in graph_nodes(root.grad_fn for root in roots))
+            if any(id(leaf) in mine for leaf in leaves):
+                raise StepError(f"a loss is computed with a batch of a poisson_loader (its labels, perhaps) {_WITHIN}")
+        elif target is not None and any(target is p or target is p.grad for p in mine.values()):
+            raise StepError(f"a parameter, or its .grad, is written to with a batch of a poisson_loader {_WITHIN}")
 
 
 class PublicForward:
@@ -65,7 +86,7 @@ class PublicForward:
     def __init__(self, backward: Backward, given: Any) -> None:
         self._backward = backward
         for tensor in nested_tensors(given):
-            if _is_private(tensor):
+            if _private(tensor):
                 raise StepError(f"the model is given a batch of a poisson_loader, or what was made of one, {_WITHIN}")
 
     def leave(self, out: Any) -> None:
@@ -80,5 +101,3 @@ class PublicForward:
                 "a backward outside of public() through a forward that was made within it, so that its gradients would "
                 "get lost: call backward() within public(), too."
             )
-        if self._backward.of_private_loss:
-            raise StepError(f"a loss is computed with a batch of a poisson_loader (its labels, perhaps) {_WITHIN}")

@@ -336,3 +336,50 @@ def test_gradients_at_inputs_have_rows_of_the_samples(name: str, monkeypatch: py
         if name != "kept within bounds":  # (a mean's gradient is smaller)
             torch.testing.assert_close(optimizer.norms, norms, rtol=1e-4, atol=1e-6)
         optimizer.step()
+
+
+def by_steps(model, x, y):
+    moved = x.clone()
+    for _ in range(3):
+        moved = moved.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(moved), y), moved)
+        moved = (moved + 0.05 * gradient.sign_()).clamp(x - 0.1, x + 0.1)
+    return moved.detach()
+
+
+def by_a_change(model, x, y):
+    change = torch.empty_like(x).uniform_(-0.1, 0.1).requires_grad_()
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(x + change), y, reduction="sum"), change)
+        change = (change + 0.05 * gradient.sign()).clamp_(-0.1, 0.1).detach().requires_grad_()
+    return x + change.detach()
+
+
+def by_one_change_for_all(model, x, y):
+    change = torch.zeros(1, D, requires_grad=True)
+    (gradient,) = torch.autograd.grad(F.cross_entropy(model(x + change), y), change)
+    return x + 0.1 * gradient.sign()
+
+
+def by_weighted_outputs(model, x, y):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out, x, grad_outputs=out.detach() - out.detach().mean(0))
+    return x.detach() + gradient
+
+
+@pytest.mark.parametrize("attack", [by_steps, by_a_change, by_one_change_for_all, by_weighted_outputs])
+def test_attacks_move_each_sample_by_its_own_gradient(attack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several steps; a change that all samples share is made of the gradients of all."""
+    monkeypatch.setattr(later_copies, "any_compiled", lambda: False)  # by other tests
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
+    records = torch.utils.data.TensorDataset(torch.randn(9, D), torch.randint(0, 3, (9,)))
+    for x, y in fastdp.poisson_loader(records, sample_rate=1.0, steps=3):
+        if attack in (by_one_change_for_all, by_weighted_outputs):
+            with pytest.raises(SampleMixingError, match=r"sums over the samples|mean\(\) combines the samples"):
+                F.cross_entropy(model(attack(model, x, y)), y).backward()
+            break
+        F.cross_entropy(model(attack(model, x, y)), y).backward()
+        optimizer.step()

@@ -324,11 +324,19 @@ def shared(model, x, rows=9):
     return (model(x) @ torch.randn(rows, D).T).square().mean()
 
 
-@pytest.mark.parametrize("loss", [over_all, weighted, over_own, denoised, shared])
+def of_columns(model, x):
+    """As many columns as samples, by chance: one draw for all of them."""
+    samples, columns = x.shape
+    scale = torch.rand(columns)
+    scale = scale / scale.max()
+    return (model(x[:, :D] * scale[:D]) - x[:, :D]).square().mean(1).sum() / samples
+
+
+@pytest.mark.parametrize("loss", [over_all, weighted, over_own, denoised, shared, of_columns])
 def test_what_the_loop_draws_for_each_sample_is_that_samples_own(loss) -> None:
     """In sight of the loader's batch: a sum over the draws of all divides one sample's loss by those of others."""
     torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(9, D))
+    data = torch.utils.data.TensorDataset(torch.randn(9, 9 if loss is of_columns else D))
     plain = nn.Linear(D, D)
     engine = fastdp.PerSampleGradients(copy.deepcopy(plain))
     for (x,) in fastdp.poisson_loader(data, sample_rate=1.0, steps=1):

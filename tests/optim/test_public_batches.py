@@ -203,6 +203,22 @@ def written_to(model, x, y, fake, _):
     return model(fake).square().mean()
 
 
+def through_a_view(model, x, y, fake, _):
+    buffer = torch.zeros(64, 4)
+    rows = buffer.view(-1)
+    buffer[: len(x)].copy_(x)
+    return model(rows.view(-1, 4)).square().mean()
+
+
+def gradients(model, x, y, fake, _):
+    return torch.stack([g.sum() for g in torch.autograd.grad(loss(model, (fake, y)), list(model.parameters()))]).sum()
+
+
+def scaled(model, x, y, fake, labels):
+    loss(model, (fake, labels)).backward()
+    model[0].weight.grad.mul_(y.float().mean())
+
+
 def backward_without(optimizer, model):
     with optimizer.public():
         found = loss(model, batch(1))
@@ -239,7 +255,11 @@ REFUSED = {
     within_public(lambda model, x, y, *_: loss(model, (x * 2, y))): "or what was made of one, within public",
     within_public(penalty): "or what was made of one, within public",
     within_public(written_to): "or what was made of one, within public",
+    within_public(through_a_view): "or what was made of one, within public",
     within_public(lambda model, x, y, fake, _: loss(model, (fake, y.clone()))): "its labels, perhaps",
+    within_public(lambda model, x, *_: (model[0].weight - x.mean(0)).square().sum()): "its labels, perhaps",
+    within_public(gradients): "its labels, perhaps",
+    within_public(scaled): "or its .grad, is written to with a batch",
     backward_without: "backward outside of public.*within it",
     forward_without: "within public.*made outside of it",
     written: r"written to since.*zero_grad\(\)",
@@ -258,14 +278,30 @@ def test_what_would_mix_them_unnoticed_is_refused_and_leaves_nothing_behind():
         torch.testing.assert_close(flat(model), truth.step(truth.clipped(batch(4))), atol=1e-5, rtol=1e-4)
 
 
-def test_generated_records_may_have_the_sizes_of_private_ones():
-    """Nothing of a record is in a shape, a type or a number of rows."""
-    for x, _ in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=1.0, steps=1):
-        optimizer = private(model := network())
+NOISE = {
+    "made first": lambda x: torch.randn(len(x), 3),
+    "picked": lambda x: torch.ones(50, 3)[torch.randint(0, 50, (x.size(0),))],
+    "of its type": lambda x: torch.randn(len(x), 3).to(x),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_generated_records_may_have_the_sizes_of_private_ones(name):
+    """Nothing of a record is in a shape, a type or a number of rows, nor in labels made like outputs."""
+    torch.manual_seed(0)
+    generator, model = nn.Linear(3, 4), nn.Linear(4, 1)
+    optimizer = private(model, expected_batch_size=None)
+    for x, _ in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=0.5, steps=3):
+        fake, out = generator(NOISE[name](x)), model(x)
+        real = torch.ones_like(out) - 0.1 * torch.rand(len(x), 1)
+        F.binary_cross_entropy_with_logits(out, real).backward()
+        optimizer.step()
         with optimizer.public():
-            fake = [torch.randn_like(x), x.new_zeros(x.shape), torch.full(x.shape, 2.0), torch.ones(len(x), 4).to(x)]
-            loss(model, (torch.cat(fake), torch.zeros(80, dtype=torch.long))).backward()
-        assert model[0].weight.grad.any()
+            same = [torch.randn_like(x), x.new_zeros(x.shape), torch.full(x.shape, 2.0), torch.ones(len(x), 4).to(x)]
+            out = model(torch.cat([fake, *same]))
+            F.binary_cross_entropy_with_logits(out, torch.cat([real, *[torch.zeros_like(real)] * 4])).backward()
+        assert model.weight.grad.any() and generator.weight.grad.any()
+        optimizer.zero_grad()
 
 
 def test_a_mechanism_takes_private_gradients_alone():
