@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..batch_axis import operator_table, tensor_notes
-from ..batch_axis.batch_positions import is_random, rows_alike
+from ..batch_axis.batch_positions import rows_alike
 from ..batch_axis.calls import Call
 from ..batch_axis.layout import Layout, tag
 from ..batch_axis.propagate import layouts_of
@@ -169,11 +169,8 @@ def _by_mask(call: Call, found: list[tuple[Tensor, Repeated]]) -> bool:
     """Whether a mask of the samples picks some of the copies, one for each."""
     if call.name != "__getitem__" or len(found) != 1 or found[0][0] is not call.args[0] or not found[0][1].certain:
         return False
-    mask = call.args[1]
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.dim():
-        return False
-    layout = call.layout(mask)
-    return mask.size(0) == call.batch and (is_random(mask) if layout is None else layout.plain and not layout.dim)
+    masks = [(tensor, layout) for tensor, layout in call.inputs() if tensor is call.args[1]]
+    return any(mask.dtype == torch.bool and layout.plain and not layout.dim for mask, layout in masks)
 
 
 def _takes(call: Call, tensor: Tensor, note: Repeated, has_data: bool) -> bool:
