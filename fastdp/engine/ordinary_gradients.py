@@ -143,17 +143,18 @@ class UncapturedUses:
         self._before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
 
     def _has_new(self, parameter: Tensor) -> bool:
+        """Whether other numbers stand in `.grad` now (zeros do no harm)."""
         grad = parameter.grad
         if grad is None:
             return False
         before, version = self._before.get(id(parameter), (None, 0))
-        return grad is not before or grad._version != version
+        if grad is before and grad._version == version:
+            return False
+        return self.tracked.is_sharded or bool((grad._values() if grad.is_sparse else grad).count_nonzero())
 
     def written(self) -> list[str]:
         """Parameters in whose `.grad` numbers stand that no backward has put there since the last forward began."""
-        found = [(name, p.grad) for name, p in self.tracked.named().items() if self._noted and self._has_new(p)]
-        numbers = [(name, g._values() if g.is_sparse else g) for name, g in found if g is not None]
-        return [name for name, values in numbers if bool(values.count_nonzero())]  # (zeros do no harm)
+        return [name for name, p in self.tracked.named().items() if self._noted and self._has_new(p)]
 
     def check(self, last_use_of: Mapping[int, str]) -> None:
         """Raises UncapturedUseError where autograd has given a parameter a gradient. last_use_of: for the message."""

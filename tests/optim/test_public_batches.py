@@ -337,7 +337,9 @@ def test_what_is_written_to_grad_before_a_step_does_not_get_lost_unseen(write):
             p.grad = None
         optimizer.step()
         torch.testing.assert_close(flat(model), truth.step(truth.clipped(batch(seed))), atol=1e-5, rtol=1e-4)
-    loss(model, batch(6)).backward()
+    waiting = loss(model, batch(6))
+    model.zero_grad(set_to_none=False)
+    waiting.backward()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
