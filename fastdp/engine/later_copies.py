@@ -37,7 +37,7 @@ _MOST = 8  # batches of which something is kept
 _MEMO = Memo()
 _OVERWRITING = frozenset(("zero_", "fill_", "copy_"))
 _OF_SHAPES = SHAPED | {"new_tensor", "randint_like"}  # what they make holds nothing of the first tensor
-_PASSED = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad, Tensor.requires_grad_))
+_DIFFERENTIATING = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 _SUMMED = "torch.autograd.grad() sums over the samples that meet a tensor without rows of its own for them"
 
 
@@ -66,7 +66,7 @@ class LaterCopies(TorchFunctionMode):
         if is_compiling() or self.over:
             return func(*args, **kwargs)
         kept = kept_output(tensors_in((args, kwargs) if kwargs else args), _takes_inputs())
-        if kept is None or func in _PASSED or inquires(func):
+        if kept is None or func in _DIFFERENTIATING or inquires(func):
             return func(*args, **kwargs)
         return carried(func, args, kwargs, kept)
 

@@ -248,11 +248,11 @@ def test_a_list_with_a_tensor_for_each_sample_is_told_apart_from_batches() -> No
     model, records = Bags(), [(torch.randn(n % 3 + 1, D), n % 4) for n in range(12)]
     plain, engine = copy.deepcopy(model), fastdp.PerSampleGradients(model)
     loader = fastdp.poisson_loader(
-        records, sample_rate=1.0, steps=1, collate_fn=lambda b: ([x for x, _ in b], torch.tensor([y for _, y in b]))
+        records, sample_rate=1.0, steps=3, collate_fn=lambda b: ([x for x, _ in b], torch.tensor([y for _, y in b]))
     )
+    with pytest.raises(StepError, match=r"have \[1, 2, 3\] rows. If each tensor is a sample, mark all of them"):
+        model([x for x, _ in records])
     for bags, y in loader:
-        with pytest.raises(StepError, match=r"have \[1, 2, 3\] rows. If each tensor is a sample, mark all of them"):
-            model(bags)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for number, x in enumerate(bags):

@@ -326,8 +326,7 @@ def shared(model, x, rows=9):
 
 def of_columns(model, x):
     """As many columns as samples, by chance: one draw for all of them."""
-    samples, columns = x.shape
-    scale = torch.rand(columns)
+    scale, samples = torch.rand(x.shape[1]), len(x)  # (in one line, where both sizes are told)
     scale = scale / scale.max()
     return (model(x[:, :D] * scale[:D]) - x[:, :D]).square().mean(1).sum() / samples
 

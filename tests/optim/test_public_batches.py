@@ -293,11 +293,12 @@ def test_generated_records_may_have_the_sizes_of_private_ones(name):
     optimizer = private(model, expected_batch_size=None)
     for x, _ in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=0.5, steps=3):
         fake, out = generator(NOISE[name](x)), model(x)
-        real = torch.ones_like(out) - 0.1 * torch.rand(len(x), 1)
-        F.binary_cross_entropy_with_logits(out, real).backward()
+        real, soft = torch.ones_like(out), torch.rand(len(x), 1)
+        F.binary_cross_entropy_with_logits(out, real - 0.1 * soft).backward()
         optimizer.step()
         with optimizer.public():
             same = [torch.randn_like(x), x.new_zeros(x.shape), torch.full(x.shape, 2.0), torch.ones(len(x), 4).to(x)]
+            model(soft.expand(-1, 4)).mean().backward()  # labels that the private loss took
             out = model(torch.cat([fake, *same]))
             F.binary_cross_entropy_with_logits(out, torch.cat([real, *[torch.zeros_like(real)] * 4])).backward()
         assert model.weight.grad.any() and generator.weight.grad.any()
