@@ -52,9 +52,21 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
             return found
         if held[0].batch != batch:
             return None
-        found = held[0] if is_over(held, tensor) else Layout(batch, mixed=held[0].mixed or _SHARED)
+        twin = is_over(held, tensor) or _is_whole_input(tensor, held)
+        found = held[0] if twin else Layout(batch, mixed=held[0].mixed or _SHARED)
     tag(tensor, found)
     return found
+
+
+def _is_whole_input(tensor: Tensor, held: HeldBytes) -> bool:
+    """Whether a tensor is an input's memory as a whole, in order (`Variable(x)`)."""
+    if (
+        held[1] is not None
+        or not tensor.is_contiguous()
+        or tensor.shape[held[0].dim : held[0].dim + 1] != (held[0].rows,)
+    ):
+        return False
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _by_its_base(tensor: Tensor, held: HeldBytes | None) -> bool:

@@ -55,8 +55,8 @@ class _Plainly:
         """No longer."""
         with self._lock:
             self._wanted -= 1
-            if self._wanted == 0 and self._users is not None:
-                sys.modules[_DYNAMO]._set_stance(self._users)
+            if self._wanted == 0 and self._users is not None and (dynamo := sys.modules.get(_DYNAMO)) is not None:
+                dynamo._set_stance(self._users)  # (no module is left where Python ends)
                 self._users = None
 
 

@@ -81,7 +81,9 @@ class ForeignParameters:
             near = tuple(node.name() for node in itertools.islice(graph_nodes(t.grad_fn for t in roots), _NEAR))
             if not self._losses & (self._losses - 1) or near not in self._known:
                 self._known.add(near)
-                found = [p for p in _leaves(roots) if isinstance(p, nn.Parameter) or not p.dim() or p.size(0) % batch]
+                found = [
+                    p for p in _leaves(roots) if isinstance(p, nn.Parameter) or not p.dim() or p.size(0) % max(batch, 1)
+                ]
                 self._add(found, private(), "loss was")
 
     def _add(self, leaves: Sequence[Tensor], private: set[int], what: str) -> None:

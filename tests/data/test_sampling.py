@@ -43,6 +43,7 @@ def test_an_empty_batch_is_a_noise_only_step():
     seen = 0
     for x, y in loader:
         assert x.shape == (0, 1, 8, 8) and y.shape == (0,)
+        x.requires_grad_()  # (as attacks and saliency maps do)
         nn.functional.cross_entropy(model(x), y).backward()
         assert optimizer.norms.shape == (0,)
         optimizer.step()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import BatchLayoutError
+from fastdp.errors import BatchLayoutError, SampleMixingError
 
 from ..cases import Net
 
@@ -143,3 +143,24 @@ def test_a_model_that_cannot_take_an_empty_batch() -> None:
         optimizer.zero_grad()
         steps += 1
     assert sum(run[2] for run in optimizer.history) == steps == 20
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_variables_of_old_programs_are_the_batch_itself(mixes) -> None:
+    """`x = Variable(x)` is another tensor of the same memory, which no function of torch has made."""
+    records = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    optimizer = fastdp.DPSGD(model := nn.Linear(4, 2), lr=0.1, noise_multiplier=0.0)
+    for x, y in fastdp.poisson_loader(records, sample_rate=1.0, steps=2):
+        same = torch.autograd.Variable(x)
+        if mixes:
+            same.sub_(same.mean(0))
+            with pytest.raises(SampleMixingError):
+                F.cross_entropy(model(x), y).backward()
+            break
+        F.cross_entropy(model(same / 2 - 0.1), torch.autograd.Variable(y)).backward()
+        own = [torch.cat([row, torch.ones(1)]) for row in x / 2 - 0.1]
+        left = (F.linear(x / 2 - 0.1, model.weight, model.bias).softmax(1) - F.one_hot(y, 2)).detach()
+        exact = torch.stack([torch.outer(g, row).norm() for g, row in zip(left, own, strict=True)])
+        torch.testing.assert_close(optimizer.norms, exact)
+        optimizer.step()
+        optimizer.zero_grad()
