@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 
-from fastdp.errors import StepError
+import fastdp
+from fastdp.errors import BatchReadWarning, StepError
 
 from ..hf_models import (
     Collate,
@@ -24,7 +26,7 @@ from ..hf_models import (
     weights,
 )
 
-from fastdp.hf.losses import find_head  # isort: skip
+from fastdp.hf.losses import LoggedLoss, find_head  # isort: skip
 
 SMALL = dict(vocab_size=40, d_model=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 
@@ -242,3 +244,19 @@ def test_batches_without_a_labelled_token_count_in_no_loss(tmp_path):
     kept = [value for value in logged if value == value]
     assert 0 < len(kept) < len(logged) == 6
     assert [loss, *kept] == pytest.approx([trainer.evaluate(records[:1])["eval_loss"]] * (1 + len(kept)), rel=1e-5)
+
+
+def test_the_logged_loss_is_none_of_the_losses_that_are_followed():
+    """A trainer's own figures of a batch warn of nothing, whoever computes the loss."""
+    data = torch.utils.data.TensorDataset(torch.randn(5, 3), torch.randint(0, 2, (5,)))
+    optimizer = fastdp.DPSGD(model := torch.nn.Linear(3, 2), lr=0.1, noise_multiplier=0.0)
+    logged = LoggedLoss(torch.device("cpu"), filtered=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BatchReadWarning)
+        for x, y in fastdp.poisson_loader(data, sample_rate=1.0, steps=3):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            logged.add(loss.detach(), len(x), None)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert logged.take(lambda sums: sums) > 0

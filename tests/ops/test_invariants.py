@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fastdp
+from fastdp import ops
 from fastdp.errors import SampleMixingError
 
 from .. import cases
@@ -163,3 +164,18 @@ def test_operations_that_mix_samples_are_refused(name: str) -> None:
     with pytest.raises(SampleMixingError, match="Net|module"):
         model(torch.randn(4, 4)).square().sum(1).mean().backward()
     engine.detach()
+
+
+@pytest.mark.parametrize(("i", "o"), [(24, 70), (70, 24), (5, 3)])
+@pytest.mark.parametrize("positions", [1, 9])
+def test_sums_of_several_products_have_factors_of_their_own(i: int, o: int, positions: int) -> None:
+    """And a dropped sample of one is dropped there, whatever it holds."""
+    torch.manual_seed(0)
+    count, batch = 3, 33
+    a, g = torch.randn(count * batch, positions, i), torch.randn(count * batch, positions, o)
+    for dropped in ([], [0, 40]):
+        c = torch.rand(count * batch)
+        c[dropped] = 0
+        exact = torch.einsum("kb,kbto,kbti->koi", *(t.double().unflatten(0, (count, batch)) for t in (c, g, a)))
+        a[dropped] = torch.nan
+        torch.testing.assert_close(ops.linear.clipped_sums(a, g, c, count).double(), exact, rtol=1e-5, atol=1e-5)
