@@ -171,7 +171,7 @@ def differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fol
     known = [(tag_of(t, batch), generation_of(t)) for t in inputs]
     out = func(*args, **kwargs)
     of_all = next((moment for _, moment in (*known, *of_outputs) if moment is not None), None)
-    for tensor, (layout, moment), gradient in zip(inputs, known, out, strict=True):
+    for tensor, (layout, moment), gradient in zip(inputs, known, out if len(out) == len(inputs) else (), strict=False):
         if layout is None and of_outputs and batch not in tensor.shape and not is_of_model(tensor):
             layout, moment = Layout(batch, mixed=_SUMMED), of_all
         elif moment is None or moment.owner is not LOADERS:

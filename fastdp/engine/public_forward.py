@@ -38,6 +38,12 @@ def _private(tensor: Tensor) -> int:
     return max(made, _OF_THEIR_SHAPE if followed else 0)
 
 
+def _note_memory(tensor: Tensor, private: int) -> None:
+    for holder in (tensor, storage_of(tensor)):
+        if holder is not None:  # (of sparse tensors)
+            setattr(holder, _MADE, private)
+
+
 class PublicBlock(TorchFunctionMode):
     """On within `public()`: notes what is made there of batches that loaders of private records handed out, and refuses
     to train on it."""
@@ -62,11 +68,9 @@ class PublicBlock(TorchFunctionMode):
             for tensor in tensors_in(out):
                 tensor.__dict__[_MADE] = max(private, tensor.__dict__.get(_MADE, 0))
             for tensor in tensors_in(kwargs.get("out")) if target is None else (target,):
-                for holder in (tensor, storage_of(tensor)):
-                    setattr(holder, _MADE, private)
+                _note_memory(tensor, private)
         elif anew:
-            for holder in (given[0], storage_of(given[0])):
-                setattr(holder, _MADE, 0)
+            _note_memory(given[0], 0)
         return out
 
     def _refuse(self, func: Any, roots: Sequence[Tensor], target: Tensor | None) -> None:
