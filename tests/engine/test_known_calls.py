@@ -4,6 +4,7 @@ exact, and whatever may change between two calls of one kind is looked at again.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
@@ -84,16 +84,16 @@ def tensors_in_cycles(call: Callable[[], None]) -> list[tuple[int, ...]]:
 
 def test_layers_of_many_numbers_hold_their_data_no_longer_than_their_rows_need() -> None:
     """The third backward repeats the second, and keeps rows of layer norms, not what they were computed from."""
-    given, held = list[StorageWeakRef](), list[int]()
+    given, held = list[weakref.ref[torch.UntypedStorage]](), list[int]()
 
     def forward(m: Any, x: Tensor) -> Tensor:
         given.clear()
         x = m.begin(x)
-        x.register_hook(lambda grad: held.append(sum(not each.expired() for each in given)))
+        x.register_hook(lambda grad: held.append(sum(each() is not None for each in given)))
         for layer, norm in zip(m.layers, m.norms, strict=True):
             x = F.gelu(layer(x))
             with torch._C.DisableTorchFunction():  # or it would be seen to leave torch, and be held for that
-                given.append(StorageWeakRef(x.untyped_storage()))
+                given.append(weakref.ref(x.untyped_storage()))
             x = norm(x)
         return x
 
