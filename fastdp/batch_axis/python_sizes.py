@@ -109,7 +109,7 @@ class Sizes:
                 beside = beside | {found // tensor.size(layout.dim)}
         if layout.alone >= 0:  # of one sample
             beside = beside | set(found if isinstance(found, tuple) else (found,))
-        others.update(beside)
+        others.update(() if tuple(dims) == (layout.dim,) and layout.alone < 0 else beside)  # x.shape[0] takes none
         self._beside.update(beside)
         apart = dims and tensor.dim() and all(asked % tensor.dim() != layout.dim for asked in dims)
         if apart and not layout.mixed and tensor_notes.COUNTED not in tensor.__dict__:

@@ -119,6 +119,23 @@ def test_each_sample_has_the_gradient_of_its_copy(name):
         assert use.operand.numel() <= leaves_of(use.operand)[0].numel()
 
 
+SIZES = {
+    "a shape's": lambda m, x: m.a(m.q.expand(x.shape[0], -1, -1)) + x[:, :N],
+    "a dimension's": lambda m, x: m.a(m.q.repeat(x.size(0), 1, 1)) + x[:, :N],
+    "the length": lambda m, x: m.a(m.q.expand(len(x), -1, -1)) + x[:, :N],
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("rows", [T, D])
+def test_as_many_samples_as_another_dimension_has(name, rows):
+    """The line that repeats the parameter asks for one size alone, whatever others are as large."""
+    torch.manual_seed(0)
+    found = compare(net(SIZES[name]), torch.randn(rows, T, D), square)
+    assert found.worst < 1e-5
+    assert all(use.operand.numel() <= leaves_of(use.operand)[0].numel() for use in found.uses)
+
+
 def net_of(forward, x, **parts):
     """A net with those of its parameters trained that the forward uses."""
     model = Net(forward, **parts)
