@@ -55,14 +55,19 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: Callable[
         return
     given = [tensor for tensor in call.tensors if layout_on(tensor) is None]
     known = {_made(tensor) for tensor in given}
-    tables = [is_owned(tensor) or _made(tensor) == _TABLE for tensor in given]
+
+    def is_table(tensor: Tensor) -> bool:
+        return (_made(tensor) or (is_owned(tensor) and _TABLE)) == _TABLE
+
     if name in operator_table.DRAWING or known & {_RANDOM, _RANDOM_ROWS}:
         rows = results[0].size(0) == call.batch and (
             _RANDOM_ROWS in known or (name in operator_table.DRAWING and of_loss is not None and of_loss(True))
         )
         made = _CONSTANT if _is_drawn_again(call) else _RANDOM_ROWS if rows else _RANDOM
-    elif name in operator_table.CUTTING_A_TABLE and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
-        made = _CONSTANT if tables[0] else _HEAD
+    elif name in operator_table.CUTTING_A_TABLE and given and is_table(given[0]):
+        made = _CONSTANT
+    elif name in operator_table.CUTTING_A_TABLE and given and not of_loss and _is_head(given[0], out):
+        made = _HEAD
     elif name in operator_table.NUMBERING or name in operator_table.FILLING or _is_counting(call):
         made = _CONSTANT
     elif (
@@ -83,7 +88,7 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: Callable[
             not _made(t) and t.dim() and not is_owned(t) and (not computes or _fits(t, call.batch)) for t in given
         )
         made = "" if strange else _HEAD if _HEAD in known else _CONSTANT
-    elif given and all(tables):
+    elif given and all(map(is_table, given)):
         made = _TABLE
     else:
         made = ""

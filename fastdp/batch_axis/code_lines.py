@@ -28,12 +28,13 @@ def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bo
     """Whether the line at which a frame is has a number written down, or names a global that is this number, or an
     attribute of a module that neither this code nor the one that asked for sizes assigns."""
     constants, names, globals_, _ = _lines_of(frame.f_code).get(frame.f_lineno, _NOTHING)
-    stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
-    modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
-    known: list[Any] = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
-    if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
-        held = [frame.f_globals.get(name) for name in globals_]
-        known += [number for value in held for number in (value if isinstance(value, list | tuple) else (value,))]
+    held, known = frame.f_locals, list[Any]()
+    if names and (modules := [value for value in held.values() if isinstance(value, torch.nn.Module)]):
+        stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
+        known = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
+    if globals_ and held is not frame.f_globals:  # else a script, whose names are all global
+        values = [frame.f_globals.get(name) for name in globals_]
+        known += [number for value in values for number in (value if isinstance(value, list | tuple) else (value,))]
     return any(is_number(value) and abs(value) == abs(number) for value in (*constants, *known))
 
 
@@ -117,11 +118,15 @@ _OPERATION = re.compile("(LOAD|STORE)_(?:FAST|DEREF|NAME)")
 
 def lines_of_call(frame: Any) -> Sequence[int]:
     """The lines of the call at which a frame is; of Python 3.10 its first."""
-    found = getattr(frame.f_code, "co_positions", None)
-    if found is None:
+    if not hasattr(frame.f_code, "co_positions"):
         return [frame.f_lineno]
-    first, last, *_ = next(itertools.islice(found(), frame.f_lasti // 2, None))
-    return range(first or frame.f_lineno, (last or first or frame.f_lineno) + 1)
+    return _lines_at(frame.f_code, frame.f_lasti // 2) or [frame.f_lineno]
+
+
+@functools.lru_cache(maxsize=1024)
+def _lines_at(code: Any, step: int) -> Sequence[int]:
+    first, last, *_ = next(itertools.islice(code.co_positions(), step, None))
+    return range(first, (last or first) + 1) if first else ()
 
 
 def assigned(frame: Any, number: int, lines: Sequence[int]) -> list[tuple[int, int]] | None:
@@ -143,3 +148,33 @@ def _stored_by(code: CodeType) -> frozenset[str]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float | numpy.number) and not isinstance(value, bool)
+
+
+def is_product(number: int, sizes: Iterable[int]) -> bool:
+    """Whether a number is a product of some of these."""
+    return number == 1 or any(
+        size > 1 and number > 0 and number % size == 0 and is_product(number // size, sizes) for size in sizes
+    )
+
+
+def may_be_of(number: float, batch: int) -> bool:
+    """Whether a number may be made of the number of samples and whole numbers (B / N), or of its root or logarithm."""
+    if not 1e-30 < abs(number) < 1e30:  # infinite, too
+        return False
+    size, parts = max(abs(number), 1 / abs(number)), (abs(number) * batch, batch / abs(number))
+    other = any(math.isclose(size, one, rel_tol=1e-6) for one in (*map(math.log, (batch, batch + 1)), math.log2(batch)))
+    root = math.sqrt(batch)
+    return other or any(
+        part > 0.5 and math.isclose(part, round(part), rel_tol=1e-6) for part in (*parts, size / root, size * root)
+    )
+
+
+def is_size(number: float, told: float, roots: bool = True) -> bool:
+    """Whether a number is one that was told, or its inverse or root."""
+    size = abs(number)
+    if told in (0, 1):
+        return size == told
+    if not math.isfinite(number) or size in (0.0, 1.0):
+        return False
+    near = (told, 1 / told, *((math.sqrt(told), 1 / math.sqrt(told)) if roots and told > 0 else ()))
+    return any(math.isclose(size, one, rel_tol=1e-6) for one in near)

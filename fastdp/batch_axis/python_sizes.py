@@ -9,9 +9,10 @@ by chance: nothing is said until it follows the size. A factor that grows or shr
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -28,12 +29,15 @@ from .code_lines import (
     has_name,
     is_named_square,
     is_number,
+    is_product,
+    is_size,
     is_written,
     lines_of_call,
     literal_in_code,
+    may_be_of,
     shape_dims,
 )
-from .layout import layout_on
+from .layout import Layout, layout_on
 from .totals import share_of
 
 T = torch.Tensor
@@ -79,6 +83,8 @@ class Sizes:
         self._followed: dict[Any, _Followed] = {}  # by place
         self._divisors: dict[Any, tuple[int, set[float]]] = {}  # of sums, by place: in its first forward
         self._beside: set[int] = set()  # sizes told in this forward that are of another dimension
+        # by place and shape: what was told in this forward, and whether the batch's size was
+        self._asked: dict[Any, tuple[Layout, bool]] = {}
         self._forwards = 0
 
     def begin(self) -> None:
@@ -87,6 +93,7 @@ class Sizes:
         self._codes.clear()
         self._told.clear()
         self._beside.clear()
+        self._asked.clear()
 
     def asked(self, tensor: Any, found: Any, batch: int, dim: int | None = None) -> None:
         """Python asked for the size of a tensor. dim: of one dimension."""
@@ -94,14 +101,32 @@ class Sizes:
         if layout is None or batch <= 1:
             return
         self._batch = batch
-        frame = sys._getframe(1)
+        frame: Any = sys._getframe(1)
         while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
-        others = self._lines.setdefault((frame.f_code, frame.f_lineno), set())
+        if tensor_notes.COUNTED in tensor.__dict__:
+            tells = self._note_asked(tensor, layout, found, dim, frame)
+        else:
+            key = (frame.f_code, frame.f_lasti, id(layout), tensor.shape, found, dim)
+            if key not in self._asked:  # (the layout stays there, and its id is its own)
+                self._asked[key] = layout, self._note_asked(tensor, layout, found, dim, frame)
+            tells = self._asked[key][1]
+        while tells and frame is not None:
+            code = frame.f_code  # and whoever asks by functions of his own
+            if code not in self._codes:
+                if _is_librarys(code.co_filename):
+                    return
+                self._codes.add(code)
+            frame = frame.f_back
+
+    def _note_asked(self, tensor: Tensor, layout: Layout, found: Any, dim: int | None, frame: Any) -> bool:
+        """What the line at which a frame is was told. Returns whether it was told the batch's size, perhaps."""
+        batch, line = self._batch, (frame.f_code, frame.f_lineno)
+        others = self._lines.setdefault(line, set())
         dims: Sequence[int] = [dim] if dim is not None else ()
         if isinstance(found, tuple):
-            dims = shape_dims(frame.f_code, frame.f_lineno)
-            self._dims[frame.f_code, frame.f_lineno] = layout.dim
+            dims = shape_dims(*line)
+            self._dims[line] = layout.dim
             beside = {size for place, size in enumerate(found) if place != layout.dim}
         else:
             beside = {found} if found % batch or (dim is not None and dim % tensor.dim() != layout.dim) else set()
@@ -114,11 +139,8 @@ class Sizes:
         apart = dims and tensor.dim() and all(asked % tensor.dim() != layout.dim for asked in dims)
         if apart and not layout.mixed and tensor_notes.COUNTED not in tensor.__dict__:
             self._told.setdefault(tensor.numel(), _OF_SHAPE)
-            return  # sizes of other dimensions tell nothing of the batch, by themselves
+            return False  # sizes of other dimensions tell nothing of the batch, by themselves
         others.add(_BATCH)
-        while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
-            self._codes.add(frame.f_code)  # and whoever asks by functions of his own
-            frame = frame.f_back  # type: ignore[assignment]
         if tensor_notes.COUNTED in tensor.__dict__:
             self._told[tensor.__dict__[tensor_notes.COUNTED]] = "the largest label in the batch"
         if layout.order is not None or (layout.is_row_index and layout.mixed) or (layout.mixed and not layout.total):
@@ -128,6 +150,7 @@ class Sizes:
                     self._told[number] = "the number of rows that several samples' data made"
         elif (elements := tensor.numel()) > batch and (isinstance(found, tuple) or found == elements):
             self._told[elements] = self._told.get(elements, _OF_SHAPE) if isinstance(found, tuple) else _ELEMENTS
+        return True
 
     def note_number(self, call: Call) -> None:
         """A constant is made of a number."""
@@ -149,7 +172,7 @@ class Sizes:
             return
         out.__dict__[tensor_notes.NUMBER] = number
         if self._codes and name not in operator_table.COMPUTING and tensor_notes.NUMBER_OF not in out.__dict__:
-            found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
+            found = next((what for told, what in self._sources(self._batch) if is_size(float(number), told)), None)
             if found is not None and (number in self._told or not is_written(number, self._codes)):
                 out.__dict__[tensor_notes.NUMBER_OF] = found
 
@@ -158,7 +181,7 @@ class Sizes:
         neither written down there as a constant, nor a fraction, which no size is."""
         if self._codes and number != int(number):
             return self._is_inverse("inverse", self._batch, number)
-        if number in self._beside or (number != self._batch and _is_product(int(number), self._beside)):
+        if number in self._beside or (number != self._batch and is_product(int(number), self._beside)):
             return False  # as likely of other dimensions
         frame: Any = sys._getframe(2) if self._codes else None
         while frame is not None:
@@ -209,7 +232,7 @@ class Sizes:
         return (
             named
             or is_named_square(frame, number, self._batch)
-            or (whole and number != self._batch and _is_product(int(number), self._beside))
+            or (whole and number != self._batch and is_product(int(number), self._beside))
         )
 
     def _is_inverse(self, what: str, batch: int, number: float) -> bool:
@@ -265,8 +288,8 @@ class Sizes:
             return "", False
         frame: Any = users(sys._getframe(1))
         others = None if frame is None else self._lines.get((frame.f_code, frame.f_lineno))
-        asks = others is not None and _BATCH in others and _may_be_of(number, call.batch)
-        asks = asks and not any(_same(number, size) for size in others or ()) and not self._is_else(frame, number)
+        asks = others is not None and _BATCH in others and may_be_of(number, call.batch)
+        asks = asks and not any(is_size(number, size) for size in others or ()) and not self._is_else(frame, number)
         if not (asks or certain or "with a size" in why):
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
@@ -293,7 +316,7 @@ class Sizes:
     def follows_read(self, call: Call, number: float, read: bool) -> bool:
         """Whether a batch is scaled by a whole number that Python has read of it, here and in batches before."""
         frame = users(sys._getframe(1)) if call.name in operator_table.SCALING else None
-        if frame is None or any(_same(number, size) for size in (call.batch, *self._beside, *self._told)):
+        if frame is None or any(is_size(number, size) for size in (call.batch, *self._beside, *self._told)):
             return False
         followed = self._followed.setdefault(("read", call.name, frame.f_code, frame.f_lineno), _Followed())
         return followed.take(self._forwards, number, number, read)
@@ -301,7 +324,7 @@ class Sizes:
     def _grows(self, call: Call, number: float) -> bool:
         """Whether what a total is divided by is a multiple of the number of samples that grows with it: a power."""
         size = abs(number) if abs(number) >= 1 else 1 / abs(number)
-        if any(_same(size / call.batch, other) for other in self._beside if other > 1):
+        if any(is_size(size / call.batch, other) for other in self._beside if other > 1):
             return False  # the number of samples, times another size
         return self._is_inverse(f"power {call.name}", call.batch, call.batch / size)
 
@@ -315,7 +338,8 @@ class Sizes:
         if frame is None:
             return "", False
         place = (call.path, call.name, frame.f_code, frame.f_lineno)
-        matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told, what != _OF_SHAPE))
+        sources = self._sources(call.batch)
+        matching = ((told, what) for told, what in sources if is_size(number, told, what != _OF_SHAPE))
         source, what = next(matching, (float(call.batch), ""))
         if not what and (following := self._follows(place, call.batch, number)):
             return f"{call.mixed()} computes with {number:g}, {following}", False
@@ -325,7 +349,7 @@ class Sizes:
         if before[1] == number and before[0] != source:
             self._places[place] = None  # the same number beside another size: a constant
             return "", False
-        if source == call.batch and any(_same(number, size) for size in self._beside):
+        if source == call.batch and any(is_size(number, size) for size in self._beside):
             return "", False  # as likely of another dimension
         followed = self._followed.setdefault(place, _Followed())
         certain = followed.take(self._forwards, source, number, bool(what))
@@ -360,41 +384,17 @@ class Sizes:
         return [*self._told.items(), (batch, f"the number of samples ({batch})")]
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_ours(name: str) -> bool:
     return name.endswith(_LIBRARY) or name.startswith(FASTDP)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_librarys(name: str) -> bool:
+    return name.startswith((TORCH, FASTDP))
 
 
 def _number_in(value: Any) -> float | None:
     """A number of Python, or the one that a constant tensor was made of."""
     found = value.__dict__.get(tensor_notes.NUMBER) if isinstance(value, Tensor) else value
     return found if is_number(found) else None
-
-
-def _is_product(number: int, sizes: Iterable[int]) -> bool:
-    """Whether a number is a product of some of these."""
-    return number == 1 or any(
-        size > 1 and number > 0 and number % size == 0 and _is_product(number // size, sizes) for size in sizes
-    )
-
-
-def _may_be_of(number: float, batch: int) -> bool:
-    """Whether a number may be made of the number of samples and whole numbers (B / N), or of its root or logarithm."""
-    if not 1e-30 < abs(number) < 1e30:  # infinite, too
-        return False
-    size, parts = max(abs(number), 1 / abs(number)), (abs(number) * batch, batch / abs(number))
-    other = any(math.isclose(size, one, rel_tol=1e-6) for one in (*map(math.log, (batch, batch + 1)), math.log2(batch)))
-    root = math.sqrt(batch)
-    return other or any(
-        part > 0.5 and math.isclose(part, round(part), rel_tol=1e-6) for part in (*parts, size / root, size * root)
-    )
-
-
-def _same(number: float, told: float, roots: bool = True) -> bool:
-    """Whether a number is one that was told, or its inverse or root."""
-    size = abs(number)
-    if told in (0, 1):
-        return size == told
-    if not math.isfinite(number) or size in (0.0, 1.0):
-        return False
-    near = (told, 1 / told, *((math.sqrt(told), 1 / math.sqrt(told)) if roots and told > 0 else ()))
-    return any(math.isclose(size, one, rel_tol=1e-6) for one in near)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import grad_sample as _use_rules  # noqa: F401  (registers the rules of uses)
@@ -56,7 +56,6 @@ from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
 from .parameter_slices import FOLLOWED, follow, note_parts
 from .state import ENGINES, Engine
-from .tracked_parameters import owned_by
 
 
 class Pass(PassRecord):
@@ -87,7 +86,7 @@ class Pass(PassRecord):
         if self.known_calls is not None:
             self.known_calls.serve(self.mode)
         self.made_data: dict[int, Any] = {}
-        self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
+        engine.owned.begin()
         self.exposed, self.reads = EscapedValues(batch, engine.model), engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
@@ -291,7 +290,7 @@ class Pass(PassRecord):
     def _derived(self, call: Call, parameters: list[Tensor]) -> Any:
         """A call on parameters, and constants perhaps: autograd's own."""
         out = call.run()
-        note_constant(call, self._is_owned)
+        note_constant(call, self.engine.owned.__contains__)
         if call.name in COMPUTING:
             self._judge_sizes(call, of_parameters=True)
         for leaf in mark_derived(call, self, parameters):
@@ -316,7 +315,7 @@ class Pass(PassRecord):
             self.reads.note(read, out)
         self._judge_sizes(call)
         self.engine.sizes.note_number(call)
-        note_constant(call, self._is_owned)
+        note_constant(call, self.engine.owned.__contains__)
         if call.name in SHAPED | TAKING_A_TYPE:
             note_repeated(call, self.engine.sizes.is_batch)
         self.unaccounted = write_unaccounted(call, versions)
@@ -327,7 +326,7 @@ class Pass(PassRecord):
         out = call.run()
         self._expose(call)
         self.engine.sizes.note_number(call)
-        note_constant(call, self._is_owned)
+        note_constant(call, self.engine.owned.__contains__)
         note_repeated(call, self.engine.sizes.is_batch)
         for tensor in call.results():
             if tensor.requires_grad and not tensor.is_leaf:
@@ -353,11 +352,6 @@ class Pass(PassRecord):
             for tensor in call.results():
                 tag(tensor, Layout(self.batch, mixed=f"{why}, which changes from batch to batch"))
         return bool(why)
-
-    def _is_owned(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter or a buffer of the model."""
-        self._owned = owned_by(self.engine.model) if self._owned is None else self._owned
-        return isinstance(tensor, nn.Parameter) or id(tensor) in self._owned
 
     def check_unwritten(self) -> None:
         """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""

@@ -24,6 +24,7 @@ from ..errors import SampleMixingError
 from .activation_hooks import Owner
 from .backward import Backward
 from .call_cache import Memo
+from .tracked_parameters import OwnTensors
 
 
 class Running(threading.local):
@@ -46,7 +47,7 @@ class Engine:
         self.planner, self.mean = backward.planner, backward.mean  # of routes; whether the loss is to be a mean
         batching.bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
-        self.memo, self.reads, self.sizes = Memo(), PythonReads(model), Sizes()
+        self.memo, self.reads, self.sizes, self.owned = Memo(), PythonReads(model), Sizes(), OwnTensors(model)
         # stands for the engine, in the moments of its batches
         self.owner = backward.owner = Owner(backward.is_running)
         self.running = Running()

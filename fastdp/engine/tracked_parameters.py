@@ -38,6 +38,32 @@ def owned_by(model: nn.Module) -> set[int]:
     return {id(tensor) for tensors in held for tensor in tensors.values()}
 
 
+class OwnTensors:
+    """Which tensors are a model's parameters and buffers, now: a large model has thousands of modules to look at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[int, tuple[dict[str, Any], str]] = {}  # where buffers that were asked for stand
+        self._now: set[int] | None = None  # ids of all, once asked for in a forward
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._now = None
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        buffers, name = self._found.get(id(tensor), ({}, ""))
+        if isinstance(tensor, nn.Parameter) or buffers.get(name) is tensor:
+            return True
+        self._now = owned_by(self._model) if self._now is None else self._now
+        if id(tensor) not in self._now:
+            return False
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is tensor:
+                    self._found[id(tensor)] = module._buffers, name
+        return True
+
+
 def unknown_parameter(model: nn.Module, known: set[tuple[int, str]]) -> tuple[nn.Module, str] | None:
     """The module and name of a trained parameter that is not among these, by the module's id and the name."""
     if not isinstance(module := native(), str):
@@ -174,7 +200,8 @@ class Tracked:
         return (parameter,) if self._shards is None else (parameter, self._shards.part(parameter))
 
     def holders(self) -> list[Tensor]:
-        return [holder for p in self.tensors() for holder in self.holders_of(p)]
+        held = self.tensors()
+        return held if self._shards is None else [holder for p in held for holder in self.holders_of(p)]
 
     @property
     def lowers(self) -> Any:
@@ -242,7 +269,7 @@ class Tracked:
 
     def others(self) -> list[tuple[str, Tensor]]:
         """The parameters that require grad now and are not tracked, with their names."""
-        if self._chosen is None:
+        if self._chosen is None or len(self.named()) == len(self._slots):
             return []
         left = zip(self._present(), (full for _, _, full in self._slots), strict=True)
         mine = {id(p) for p in self.tensors()}  # tied since

@@ -191,6 +191,10 @@ class _Product(Captured):
     by_shapes = fresh = native = by_rows = True
     flipped = False  # whether the operand is stored [I,O]
 
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout) -> None:
+        super().__init__(forward_pass, name, layout)
+        self._one_each = lies_in_order(layout) and layout.inner == 1  # what has three dimensions is [B, T, I]
+
     def as_computed(self, x: Tensor) -> Tensor:
         return _in_rows(computed(x))
 
@@ -214,15 +218,17 @@ class _Product(Captured):
         return type(self), tuple(ctx.learned), self.layout, g.shape, g.dtype, g.device
 
     def rows_together(self, given: Sequence[Given]) -> list[tuple[Tensor, ...]]:
-        g = torch.cat([steps_by_sample(grads[0], self.layout) for _, _, grads in given])
-        sums = row_sums(g).unflatten(0, (len(given), -1)).unbind(0)
-        return [(*self._sides(*each), row) for each, row in zip(given, sums, strict=True)]
+        sums = row_sums(steps_of_all([grads[0] for _, _, grads in given], self.layout))
+        rows = sums.unflatten(0, (len(given), -1)).unbind(0)
+        return [(*self._sides(*each), row) for each, row in zip(given, rows, strict=True)]
 
     def _sides(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The weight's rows."""
         if not ctx.learned[0]:
             return ()
-        a, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))
+        a, g = saved[0], grads[0]
+        if not (self._one_each and a.dim() == g.dim() == 3):
+            a, g = steps_by_sample(a, self.layout), steps_by_sample(g, self.layout)
         return (g, a) if self.flipped else (a, g)
 
     def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
@@ -292,6 +298,13 @@ def steps_by_sample(tensor: Tensor, layout: Layout) -> Tensor:
         shape = tensor.shape  # views of one call, as samples lie one after the other
         return tensor.reshape(layout.batch, layout.inner * math.prod(shape[1:-1]), shape[-1])
     return steps(by_sample(tensor, layout))
+
+
+def steps_of_all(tensors: list[Tensor], layout: Layout) -> Tensor:
+    """[n * B, T, I]: `steps_by_sample` of n tensors of one shape, one after the other."""
+    if lies_in_order(layout) and tensors[0].dim() > 1:
+        return steps_by_sample(torch.cat(tensors), layout._replace(batch=len(tensors) * layout.batch))
+    return torch.cat([steps_by_sample(tensor, layout) for tensor in tensors])
 
 
 def row_sums(g: Tensor) -> Tensor:

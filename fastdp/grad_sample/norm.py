@@ -113,7 +113,7 @@ class _Native(Captured):
         ctx.made = mean.detach(), rstd.detach()  # (not with their node, which holds the context)
         return out
 
-    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _by_sample(self, saved: Sequence[Tensor], g: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         """The data, the output gradient, mean and rstd, each with the samples in front."""
         raise NotImplementedError
 
@@ -122,13 +122,17 @@ class _Native(Captured):
         raise NotImplementedError
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self._rows_of(ctx, self._affine(*self._by_sample(saved, grads)))
+        return self._rows_of(ctx, self._affine(*self._by_sample(saved, grads[0], self.layout)))
 
     @staticmethod
     def _rows_of(ctx: Context, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Per-sample gradients [B, d] of those that are learned, in their shapes."""
         rows = zip(found, ctx.operands, ctx.learned, strict=True)
-        return tuple(each.view(each.size(0), *operand.shape) for each, operand, learned in rows if learned)
+        return tuple(
+            each if operand.dim() == 1 else each.view(each.size(0), *operand.shape)
+            for each, operand, learned in rows
+            if learned
+        )
 
     def together(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Any:
         x = saved[0]
@@ -138,8 +142,14 @@ class _Native(Captured):
         return type(self), tuple(ctx.learned), self.layout, along, x.shape, x.dtype, x.device
 
     def rows_together(self, given: Sequence[Given]) -> list[tuple[Tensor, ...]]:
-        each = [self._by_sample(saved, grads) for _, saved, grads in given]
-        found = self._affine(*map(torch.cat, zip(*each, strict=True)))
+        if lies_in_order(self.layout) and given[0][1][0].dim() > 1:
+            saved, gs = zip(*(own[1] for own in given), strict=True), [own[2][0] for own in given]
+            layout = self.layout._replace(batch=len(given) * self.layout.batch)
+            whole = self._by_sample([torch.cat(each) for each in saved], torch.cat(gs), layout)
+        else:
+            each = [self._by_sample(saved, grads[0], self.layout) for _, saved, grads in given]
+            whole = tuple(map(torch.cat, zip(*each, strict=True)))
+        found = self._affine(*whole)
         rows = zip(*(t.unflatten(0, (len(given), -1)).unbind(0) for t in found), strict=True)
         return [self._rows_of(ctx, own) for (ctx, _, _), own in zip(given, rows, strict=True)]
 
@@ -157,14 +167,14 @@ class _LayerNorm(_Native):
             return []
         return [_LAYER_BACKWARD(grads[0], saved[0], self.along, *saved[1:], *ctx.values, [True, False, False])[0]]
 
-    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _by_sample(self, saved: Sequence[Tensor], g: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         """x [B, T, d], g [B, T, d], mean [B, T] and rstd [B, T]."""
-        if len(self.along) == 1 and lies_in_order(self.layout) and saved[0].dim() > 1:
-            x, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))
+        if len(self.along) == 1 and lies_in_order(layout) and saved[0].dim() > 1:
+            x, g = (steps_by_sample(t, layout) for t in (saved[0], g))
             return x, g, *(t.reshape(x.shape[:2]) for t in saved[1:])
         lead = saved[0].dim() - len(self.along)
-        x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))
-        return x, g, *(by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])
+        x, g = (by_sample(t.flatten(lead), layout).flatten(1, -2) for t in (saved[0], g))
+        return x, g, *(by_sample(t.flatten(lead), layout).flatten(1) for t in saved[1:])
 
     def _affine(self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         return ops.norm_affine_per_sample(x, g, mean, rstd)
@@ -189,10 +199,10 @@ class _GroupNorm(_Native):
         (x, mean, rstd), g = saved, grads[0].contiguous()
         return [_GROUP_BACKWARD(g, x, mean, rstd, ctx.values[0], *self._sizes(x), [True, False, False])[0]]
 
-    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _by_sample(self, saved: Sequence[Tensor], g: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         """x, g [B, F, C, *], mean and rstd [B, F, groups]."""
         x, mean, rstd = saved
-        return tuple(by_sample(t, self.layout) for t in (x, grads[0], mean, rstd))
+        return tuple(by_sample(t, layout) for t in (x, g, mean, rstd))
 
     def _affine(self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         batch, images = x.shape[:2]

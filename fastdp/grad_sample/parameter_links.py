@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..batch_axis import operator_table, tensor_notes
 from ..batch_axis.calls import Call, bind
+from ..batch_axis.host_values import on_host
 from ..batch_axis.layout import tag_of
 from ..errors import SampleMixingError, UncapturedUseError
 from ..ops.common import accumulate
@@ -27,7 +28,8 @@ from .forward_pass import ForwardPass
 class Link(NamedTuple):
     """How a tensor was derived from parameters alone; autograd holds the graph.
 
-    isometric: the whole chain only moves, casts or drops elements, so norms are those of the gradient here.
+    isometric: the whole chain only moves, casts or drops elements (a look-up of different rows, too), so norms are
+    those of the gradient here.
     kind "cast" only changes the type of the one leaf;
     kind "broadcast" (of `parent`) and "lookup" (rows `ids` of `parent`) have gradients in closed form.
     """
@@ -108,7 +110,7 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
         )
     first = next(iter((*args, *kwargs.values())))  # torch.nn.init names its arguments
     results = [first] if call.in_place else list(call.results())
-    results = [t for t in results if t.requires_grad and not forward_pass.is_tracked(t)]
+    results = [t for t in results if t.requires_grad and not forward_pass.is_tracked(t) and not _is_as_it_was(t)]
     if not results:
         return ()
     leaves: dict[int, Tensor] = {}
@@ -127,17 +129,23 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
             if name in operator_table.CASTING and (above is None or above.kind == "cast"):
                 link = link._replace(kind="cast")
         elif (ids := _row_index(call)) is not None:
-            link = link._replace(kind="lookup", ids=ids)
+            link = link._replace(kind="lookup", ids=ids, isometric=_takes_each_once(ids, parent))
     elif call.func is F.embedding and len(parents) == 1:
         ids, _, padding_idx, max_norm = bind(args, kwargs, "input", "weight", "padding_idx", "max_norm")
         check_embedding(forward_pass, args, kwargs)
         if padding_idx is None and max_norm is None:
-            link = link._replace(kind="lookup", ids=ids)
+            link = link._replace(kind="lookup", ids=ids, isometric=_takes_each_once(ids, parent))
     for result in results:
         set_link(result, link._replace(version=result._version))
         if call.in_place and result._is_view():
             _link_base(result, before, forward_pass)
     return link.leaves
+
+
+def _is_as_it_was(tensor: Tensor) -> bool:
+    """Whether a call gave back what it took, unwritten: `w.to(device)` of what lies there."""
+    link = link_of(tensor)
+    return link is not None and link.version == tensor._version
 
 
 _OF_ONE = frozenset(
@@ -213,6 +221,17 @@ def _copies_once(parent: Tensor, results: list[Tensor]) -> bool:
     """Whether a call repeats the parent along dimensions of size 1 alone, as a broadcast does."""
     shape = results[0].shape[len(results[0].shape) - parent.dim() :]
     return all(before in (1, after) for before, after in zip(parent.shape, shape, strict=True))
+
+
+def _takes_each_once(ids: Tensor, table: Tensor) -> bool:
+    """Whether these ids, as far as this is known without a device, take rows of a parameter, and none of them twice."""
+    link, rows = link_of(table), table.size(0)
+    if not 0 < ids.numel() <= rows or not (link is None or link.isometric):
+        return False
+    if (numbers := on_host(ids)) is None:
+        return False
+    places = (numbers.flatten() % rows).sort().values
+    return bool((places[1:] != places[:-1]).all())  # (a recorded step asks this again, so no list of Python's)
 
 
 def check_embedding(forward_pass: ForwardPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,15 +6,21 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fastdp
 from fastdp.batch_axis.row_groups import Groups
+from fastdp.grad_sample import cross_terms
 from fastdp.grad_sample.conv import Conv
 from fastdp.grad_sample.embedding import Lookup
 from fastdp.grad_sample.linear import Matmul
 from fastdp.grad_sample.parameter_use import Lazy, ParameterUse, Regrouped, Stack, Stored
 from fastdp.grad_sample.routed_rows import Routed
 from fastdp.ops.geometry import Geometry
+
+from ..cases import square
+from ..truth import norms_of, truth
 
 WEIGHT, TABLE, FILTER = (nn.Parameter(torch.randn(shape)) for shape in ((2, 3), (7, 4), (3, 2, 2)))
 GEOMETRY = Geometry(
@@ -87,3 +93,34 @@ def test_what_cannot_lie_side_by_side_stays_apart() -> None:
     one_size, other = one("conv", 0), one("conv", 1)
     assert one_size.concat([other], "x") is None and isinstance(one_size.stack([other]), Stack)
     assert one("lazy", 1).concat([one("lazy", 1)], "x") is None
+
+
+class Placed(nn.Module):
+    """Rows of a table are looked up by ids that all samples share, and added to the data."""
+
+    def __init__(self, how: str, ids: list[int]) -> None:
+        super().__init__()
+        self.how, self.table, self.head = how, nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3)
+        self.register_buffer("ids", torch.tensor(ids))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.embedding(self.ids % 7, self.table) if self.how == "embedding" else self.table[self.ids]
+        return self.head((x + rows.to(x.device).unsqueeze(0)).tanh())
+
+
+@pytest.mark.parametrize("how", ["embedding", "index"])
+@pytest.mark.parametrize("ids, moved", [([4, 0, 6], True), ([4, 0, 4], False), ([-1, 0, 6], False)])
+def test_rows_looked_up_once_have_the_norms_of_their_gradients(
+    how: str, ids: list[int], moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the table's size is made for them; where one is taken twice, its two gradients add up."""
+    made = []
+    monkeypatch.setattr(cross_terms, "_zeros", lambda *given, zeros=cross_terms._zeros: made.append(1) or zeros(*given))
+    torch.manual_seed(0)
+    model, x = Placed(how, ids), torch.randn(5, 3, 4)
+    engine = fastdp.PerSampleGradients(model)
+    square(model, x).mean().backward()
+    norms = engine.norms().double()
+    engine.detach()
+    assert bool(made) != moved
+    torch.testing.assert_close(norms, norms_of(truth(model, x, square)), rtol=1e-5, atol=0)
