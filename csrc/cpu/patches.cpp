@@ -106,6 +106,7 @@ struct Chunk {
 };
 
 constexpr int64_t PIECE = 256;
+constexpr int64_t WIDE_KERNEL = 3;  // from which a row of taps is worth a copy
 
 INLINE int64_t chunks_of(const Patches &patches, int64_t first, int64_t count, Chunk *chunks) {
     const Axis *axis = patches.band.axis;
@@ -156,9 +157,65 @@ INLINE void read_column(const Column &column, const Chunk *chunks, int64_t count
         for (int64_t i = 0; i < count; ++i) dst[chunks[i].to] = src[chunks[i].from];
 }
 
+// Taps of one row of the kernel lie side by side in the image, so that a sliver's columns at one position are a few
+// runs of it. Runs are copied in blocks of a power of two, whose surplus the next run overwrites.
+struct Run {
+    int64_t from;  // floats from the position's first element
+    int to, wide;  // float of the sliver; floats that are copied
+};
+
+INLINE int runs_of(Column &column, int columns, Run *runs) {
+    int n = 0;
+    for (int c = 0; c < columns;) {
+        const Axis *axis = column.patches.band.axis;
+        const int64_t from = column.channel + column.offset[2] +
+                             (column.offset[0] * axis[1].extent() + column.offset[1]) * axis[2].extent();
+        const int run = (int)min64(columns - c, axis[2].kernel - column.offset[2]);
+        for (int done = 0; done < run;) {
+            int wide = 1;
+            while (wide < run - done && c + done + 2 * wide <= SLIVER) wide *= 2;
+            runs[n++] = {from + done, c + done, wide};
+            done += wide;
+        }
+        for (int i = 0; i < run; ++i, ++c) column.next();
+    }
+    return n;
+}
+
+template <int WIDE> INLINE void copy_run(const float *src, int64_t step, int64_t count, float *dst) {
+    for (int64_t i = 0; i < count; ++i) __builtin_memcpy(dst + i * SLIVER, src + i * step, 4 * WIDE);
+}
+
+INLINE void columns_by_runs(const Patches &patches, int64_t first, int64_t columns, float *dst) {
+    const Axis *axis = patches.band.axis;
+    const int64_t width = axis[2].count, lines = axis[0].count * axis[1].count, step = axis[2].stride;
+    Column column(patches, first);
+    Run runs[2 * SLIVER];
+    for (int64_t s = 0; s < columns; s += SLIVER) {
+        const int here = (int)min64(SLIVER, columns - s), n = runs_of(column, here, runs);
+        for (int64_t line = 0; line < lines; ++line, dst += width * SLIVER) {
+            const int64_t plane = line / axis[1].count * axis[0].stride, row = line % axis[1].count * axis[1].stride;
+            const float *src = patches.data + (plane * axis[1].extent() + row) * axis[2].extent();
+            for (int i = 0; i < n; ++i) {
+                const float *from = src + runs[i].from;
+                float *to = dst + runs[i].to;
+                if (runs[i].wide == 16) copy_run<16>(from, step, width, to);
+                if (runs[i].wide == 8) copy_run<8>(from, step, width, to);
+                if (runs[i].wide == 4) copy_run<4>(from, step, width, to);
+                if (runs[i].wide == 2) copy_run<2>(from, step, width, to);
+                if (runs[i].wide == 1) copy_run<1>(from, step, width, to);
+            }
+            for (int64_t p = 0; here < SLIVER && p < width; ++p)
+                std::fill(dst + p * SLIVER + here, dst + (p + 1) * SLIVER, 0.0f);
+        }
+    }
+}
+
 }  // namespace
 
 CLONES void Patches::columns(int64_t first, int64_t columns, float *dst) const {
+    if (band.axis[2].kernel >= WIDE_KERNEL && band.axis[2].dilation == 1)
+        return columns_by_runs(*this, first, columns, dst);
     constexpr int64_t APART = PIECE + SLACK;
     alignas(64) float block[SLIVER * APART];
     Chunk chunks[PIECE];
