@@ -156,12 +156,14 @@ def _by_address(use: Positioned) -> bool:
 class Arrived(NamedTuple):
     """What gave uses: a call that is known by its rows, or the use of another call.
 
-    together: what calls whose rows are computed together have in common (`Captured.together`).
+    together: what calls whose rows are computed together have in common (`Captured.together`). call: of a use, if that
+    is known by its rows, but stored gradients take their place.
     """
 
     what: Captured | ParameterUse
     uses: int
     together: Any
+    call: Captured | None = None
 
 
 class Kept:
@@ -209,11 +211,12 @@ class Like:
 
     def __init__(self, calls: Sequence[Arrived], gradients: Gradients, waits: bool) -> None:
         self.waits = waits
-        self._expected = [what if isinstance(what, Captured) else _kind(what) for what, _, _ in calls]
-        self._kinds = [kind for _, _, kind in calls]
-        self._places = list(itertools.accumulate((count for _, count, _ in calls), initial=0))  # of the uses of each
+        self._expected = [e.what if isinstance(e.what, Captured) else _kind(e.what) for e in calls]
+        self._kinds = [each.together for each in calls]
+        self._calls = [each.call for each in calls]
+        self._places = list(itertools.accumulate((each.uses for each in calls), initial=0))  # of the uses of each
         groups: dict[Any, list[int]] = {}
-        for place, (_, _, kind) in enumerate(calls):
+        for place, kind in enumerate(self._kinds):
             if kind is not None:
                 groups.setdefault(kind, []).append(place)
         self._together = [places for places in groups.values() if len(places) > 1]  # whose rows are computed at the end
@@ -242,6 +245,10 @@ class Like:
         if type(what) not in DATA or settled(what) is not what or expected != _kind(what):
             return None
         return Kept(what, None, _data(what))
+
+    def stores(self, place: int, what: Captured | ParameterUse) -> bool:
+        """Whether uses of this call arrived at that place, one by one, as gradients were stored of its rows."""
+        return place < len(self._calls) and self._calls[place] is what
 
     def is_whole(self, tape: ForwardRecord, current: set[int]) -> bool:
         """Whether all has arrived. current: ids of the model's parameters."""
@@ -300,6 +307,9 @@ def keep(tape: ForwardRecord, what: Captured | ParameterUse, given: Given | None
     """Whether this call or use is what arrived here in the backward before: then its data is kept."""
     if tape.like is None:
         return False
+    if given is not None and tape.like.stores(len(tape.kept), what):
+        what.record_rows(given[0], what.rows(*given))  # type: ignore[union-attr]
+        return True
     kept = tape.like.arrived(len(tape.kept), what, given)
     if kept is None:
         record_kept(tape, record)
@@ -319,8 +329,12 @@ def _record_rows(tape: ForwardRecord, call: Captured, ctx: Context, rows: Any, t
     count = 0 if calls is None else len(calls)
     call.record_rows(ctx, rows)
     if calls is not None and tape.calls is not None:  # (layers may have been taken early meanwhile)
-        calls[count:] = [Arrived(call, len(tape.uses) - first, together)]
-        tape.calls = calls if _gives(tape.uses[first:], rows) else None
+        gives = _gives(tape.uses[first:], rows)
+        calls[count:] = (
+            [Arrived(call, len(tape.uses) - first, together)]
+            if gives
+            else [each._replace(call=call) for each in calls[count:]]
+        )
 
 
 def record_kept(tape: ForwardRecord, record: Record) -> None:

@@ -83,7 +83,7 @@ def _gram(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
 
 def _reference_clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
     c, x, g = of_kept(c, accumulate(x), accumulate(g))
-    x, g = without_dropped(x, c), scaled(g, c)
+    x, g = (scaled(x, c), without_dropped(g, c)) if x.numel() < g.numel() else (without_dropped(x, c), scaled(g, c))
     if x.numel() == 0 or g.numel() == 0:
         return x.new_zeros(geometry.weight)
     return weight_gradient(x.flatten(0, 1), g.flatten(0, 1), geometry)

@@ -17,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import fastdp
 from fastdp import PerSampleGradients
 from fastdp.engine import capture
+from fastdp.engine.repeated_backward import Like
+from fastdp.grad_sample.parameter_use import Stored
 
 from .. import cases
+from ..routes import forced
 from ..truth import assert_step, norms_of, truth
 
 B, T, D = 4, 4, 6  # the batch and the sequence of one size, on purpose
@@ -211,6 +214,22 @@ def test_steps_are_those_of_uses_recorded_one_by_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("fastdp.engine.backward.like", lambda *given: None)
     for a, b in zip(fast, trained(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", [plainly, norms, hooked])
+def test_layers_of_stored_gradients_are_repeated(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact in every step; and so is another way through them, taken after some."""
+    found = []
+    repeated = Like.gradients
+    monkeypatch.setattr(Like, "gradients", lambda *given: found.append(repeated(*given)) or found[-1])
+    engine = PerSampleGradients(Layers(way).double())
+    with forced("materialise"):
+        for number in range(6):
+            engine.model.way = two_paths if number == 4 else way
+            assert_step(engine, data().double(), losses, rtol=1e-6)
+            if found:
+                assert Stored in {type(use) for use in found[-1].uses if use.operand.dim() > 1}
+    assert len(found) >= 2
 
 
 # --------------------------------------------------------------------------- what changes between steps
