@@ -17,8 +17,8 @@ Source source_of(const fastdp_images &images, int64_t sample, int64_t image, int
 }
 
 Band band_of(const Axis *axes, int64_t first, int64_t count) {
-    Band band{{axes[0], axes[1], axes[2]}, {0, 0, 0}};
     const int cut = cut_axis(axes);
+    Band band{{axes[0], axes[1], axes[2]}, {0, 0, 0}, cut};
     band.start[cut] = first * axes[cut].stride;
     band.axis[cut].count = count;
     return band;
@@ -85,7 +85,7 @@ void pack_channels(const Source &source, int64_t channels, const Band &band, flo
 
 void pack_outputs(const Source &source, int64_t outputs, const Band &band, int64_t first, float *dst) {
     const Axis *axis = band.axis;
-    const int64_t *s = source.spatial, width = axis[2].count, start = first * s[cut_axis(axis) == 0 ? 0 : 1];
+    const int64_t *s = source.spatial, width = axis[2].count, start = first * s[band.cut];
     const bool rows_follow = axis[1].count == 1 || s[1] == width * s[2];
     const bool planes_follow = rows_follow && (axis[0].count == 1 || s[0] == axis[1].count * width * s[2]);
     const int64_t planes = planes_follow ? 1 : axis[0].count, rows = rows_follow ? 1 : axis[1].count;

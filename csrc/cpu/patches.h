@@ -32,6 +32,7 @@ Source source_of(const fastdp_images &images, int64_t sample, int64_t image, int
 struct Band {
     Axis axis[3];
     int64_t start[3];  // of the packed elements, added to i above
+    int cut;           // that axis: a band of one plane of several is cut along the planes, too
 };
 
 Band band_of(const Axis *axes, int64_t first, int64_t count);

@@ -14,19 +14,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import BatchLayoutError, StepError
 from . import current_batch, tensor_notes
+from .constant_inputs import ConstantInputs
 from .layout import Layout, is_stale, layout_on, tag, tag_of
 
 
-def tag_inputs(
-    values: Any, batch: int, dim: int, known: list[Layout | None] | None = None, folded: bool = False
-) -> None:
+def tag_inputs(values: Any, batch: int, dim: int, known: list[Layout | None] | None = None, folded: bool = False,
+               constants: ConstantInputs | None = None) -> None:  # fmt: skip
     """Tag the tensors among a model's arguments that hold the samples along `dim`.
 
     known: their layouts, where the same call was seen before (recomputation); folded: batch * k rows, k
-    consecutive ones of each sample, count as well.
+    consecutive ones of each sample, count as well; constants: what is known of earlier batches' arguments.
     """
     for number, tensor in enumerate(nested_tensors(values)):
-        mark = mark_of(tensor)
+        mark, rows = mark_of(tensor), tensor.size(dim) if tensor.dim() > dim else 0
         if tensor_notes.INPUT in tensor.__dict__ and (is_stale(tensor) or known is not None):
             tag(tensor, None)  # the same input again, in another step
         if mark is None and tag_of(tensor, batch) is not None:
@@ -40,28 +40,21 @@ def tag_inputs(
             layout = Layout(batch)
         elif tensor.requires_grad and not tensor.is_leaf and list(tensor.shape).count(batch) > 1:
             layout = None  # of unseen origin, and its shape does not tell where the samples lie
-        elif tensor.dim() > dim and tensor.size(dim) == batch:
+        elif rows and rows % batch == 0 and constants is not None and constants.has(number, tensor):
+            layout = None
+        elif rows == batch:
             layout = Layout(batch, dim)
-        elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
-            layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
+        elif folded and rows and rows % batch == 0:
+            layout = Layout(batch, dim, 1, rows // batch)
         elif may_be_packed(tensor, batch, dim):
-            layout = Layout(batch, dim, 1, tensor.size(dim) // batch, inferred=True)
+            layout = Layout(batch, dim, 1, rows // batch, inferred=True)
+        elif rows > 1 and constants is not None:
+            constants.note(number, tensor)
         tensor.__dict__[tensor_notes.INPUT] = True
         tag(tensor, layout)
         if dim and layout == Layout(batch, dim) and tensor._is_view() and known is None:
             _tag_whole(tensor, tensor._base, layout)  # type: ignore[arg-type]
     tag_marked(batch)
-
-
-def listed_one_by_one(values: Any, batch: int) -> set[int]:
-    """The ids of tensors that a batch has in lists or tuples with one for each sample (the boxes of images): one that
-    has as many rows as there are samples is no other than the rest."""
-    found: set[int] = set()
-    for item in values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else ():
-        found |= listed_one_by_one(item, batch)
-        if isinstance(item, tuple | list) and len(item) == batch > 1:
-            found.update(map(id, nested_tensors(item)))
-    return found
 
 
 def lists_of_numbers(values: Any, batch: int) -> list[Sequence[Any]]:
@@ -242,6 +235,7 @@ class Batching:
             )
         self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
         self.bags: list[nn.EmbeddingBag] = []  # the model's
+        self.constants = ConstantInputs()
 
     @property
     def folded(self) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..utils.code_location import FASTDP, TORCH, frames, users
+from ..utils.code_location import FASTDP, frames, is_librarys, users
 from . import operator_table, tensor_notes
 from .batch_positions import is_random, made_in_sight
 from .calls import Call
@@ -114,7 +114,7 @@ class Sizes:
         while tells and frame is not None:
             code = frame.f_code  # and whoever asks by functions of his own
             if code not in self._codes:
-                if _is_librarys(code.co_filename):
+                if is_librarys(code.co_filename):
                     return
                 self._codes.add(code)
             frame = frame.f_back
@@ -269,6 +269,8 @@ class Sizes:
         do from batch to batch.
         """
         total = any(layout.total for _, layout in call.inputs())
+        if all(layout.mixed and not tensor.requires_grad for tensor, layout in call.inputs()):
+            return "", False  # a metric: no loss may take it, whatever it is divided by
         if (
             call.batch <= 1
             or call.name not in (operator_table.SCALING if total else operator_table.COMPUTING)
@@ -299,7 +301,8 @@ class Sizes:
         no multiple of the number of samples: how many labels count, perhaps ('' of any other call)."""
         first = call.args[0] if call.args and "div" in call.name else None
         layout = call.layout(first)
-        number = _number_in(call.args[1]) if layout is not None and layout.total and len(call.args) > 1 else None
+        divided = layout is not None and layout.total and call.args[0].requires_grad and len(call.args) > 1
+        number = _number_in(call.args[1]) if divided else None
         frame = None if number is None or number < 1 or number % 1 else users(sys._getframe(1))
         if frame is None or number is None or not number % call.batch:
             return ""
@@ -387,11 +390,6 @@ class Sizes:
 @functools.lru_cache(maxsize=1024)
 def _is_ours(name: str) -> bool:
     return name.endswith(_LIBRARY) or name.startswith(FASTDP)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_librarys(name: str) -> bool:
-    return name.startswith((TORCH, FASTDP))
 
 
 def _number_in(value: Any) -> float | None:

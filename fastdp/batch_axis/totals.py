@@ -100,6 +100,7 @@ def by_size(call: Call, told: Callable[[float], bool]) -> None:
     if found is None or not found.total:
         return
     values = [value for value in call.args if not isinstance(value, Tensor) or call.layout(value) is None]
+    values = [v.detach() if isinstance(v, Tensor) else v for v in values]
     values = [float(v) for v in values if not isinstance(v, Tensor) or (v.numel() == 1 and v.device.type == "cpu")]
     share = share_of(values[0], call) if values else 0
     if not share:

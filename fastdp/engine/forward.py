@@ -208,7 +208,8 @@ class Forward(Engine):
         BESIDE.clear()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
-        tag_inputs((args, kwargs), self.batch, self.batching.dim, known, self.batching.folded)
+        constants = None if recomputing else self.batching.constants
+        tag_inputs((args, kwargs), self.batch, self.batching.dim, known, self.batching.folded, constants)
         tag_packed((args, kwargs), self.batch)
         device_streams.keep(nested_tensors((args, kwargs)))
         active.mode.__enter__()

@@ -40,10 +40,10 @@ def mixing_error(layout: Layout) -> SampleMixingError:
             " Or are an input's rows those of packed samples (nodes of graphs, patches)? Say whose they are, before "
             "the forward, by fastdp.mark_rows(x, sample_of_row, samples=)."
         )
-    elif "combines samples with each other" in layout.mixed:
+    elif "combines samples with each other" in layout.mixed or "in different dimensions" in layout.mixed:
         remedy += (
-            " Or is an input of no sample (negatives or prototypes that all share), and has as many rows as the batch? "
-            "Say so before the forward, by fastdp.mark_rows(tensor, None)."
+            " Or is an input of no sample (a mask of T x T, a table, negatives that all share), and has as many rows "
+            "as the batch? Say so before the forward, by fastdp.mark_rows(tensor, None)."
         )
     return SampleMixingError(
         f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "

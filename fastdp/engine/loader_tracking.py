@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..batch_axis import current_batch, tensor_notes
 from ..batch_axis.generations import LOADERS, Generation
-from ..batch_axis.inputs import listed_one_by_one, lists_of_numbers, mark_of, nested_tensors
+from ..batch_axis.inputs import lists_of_numbers, mark_of, nested_tensors
 from ..batch_axis.layout import Layout, generation_of, tag, tag_of
 from ..batch_axis.own_numbers import OWN_NUMBERS
 from ..errors import StepError
@@ -48,7 +48,7 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
     newest = max(engines, key=lambda each: each.number)  # an older one may be Python's to collect
     start(size, moment, engine if engine in engines else newest, [])
     with torch._C.DisableTorchFunction():
-        listed = listed_one_by_one(batch, size)
+        listed = _listed_one_by_one(batch, size)
         for tensor in nested_tensors(batch):
             told = tensor.is_nested or mark_of(tensor) is not None or id(tensor) in listed
             layout = None if told else _layout_of(tensor, size, engines)
@@ -57,6 +57,17 @@ def handed_out(batch: Any, size: int, loader: int) -> None:
             if layout is not None:
                 tensor.__dict__[tensor_notes.INPUT] = True
                 tag(tensor, layout)
+
+
+def _listed_one_by_one(values: Any, batch: int) -> set[int]:
+    """The ids of tensors that a batch has in lists or tuples with one for each sample (the boxes of images): one that
+    has as many rows as there are samples is no other than the rest."""
+    found: set[int] = set()
+    for item in values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else ():
+        found |= _listed_one_by_one(item, batch)
+        if isinstance(item, tuple | list) and len(item) == batch > 1:
+            found.update(map(id, nested_tensors(item)))
+    return found
 
 
 def _layout_of(tensor: Tensor, size: int, engines: Sequence[Any]) -> Layout | None:

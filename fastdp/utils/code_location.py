@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -29,9 +30,15 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@functools.lru_cache(maxsize=1024)
+def is_librarys(name: str) -> bool:
+    """Whether a file is torch's or fastdp's."""
+    return name.startswith((TORCH, FASTDP))
+
+
 def users(frame: FrameType | None) -> FrameType | None:
     """The innermost frame, from this one outwards, that is neither torch's nor fastdp's."""
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, FASTDP)):
+    while frame is not None and is_librarys(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
