@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,31 @@ def test_a_table_taken_for_rows_of_samples_is_refused_with_the_remedy() -> None:
     found = engine.norms()
     engine.detach()
     assert_norms_alone(model, found, [(x[b : b + 1], places) for b in range(4)])
+
+
+def masked(m: Any, x: Tensor, mask: Tensor, own: Tensor) -> Tensor:
+    """Attention with a mask [T, T] that all samples share, and one of each sample's own, [B, T]."""
+    scores = m.a(x) @ x.transpose(1, 2) + mask + own[:, None]
+    return (scores.softmax(-1) @ x).sum(1)
+
+
+@pytest.mark.parametrize("how", ["the same", "made anew"])
+def test_a_mask_in_a_batch_of_as_many_samples_as_it_has_rows(how: str) -> None:
+    """Its numbers were given before, to a batch of another size; other ones are refused with the remedy."""
+    torch.manual_seed(0)
+    t, mask = 5, torch.full((5, 5), -9.0).triu(1)
+    plain = Net(masked, a=nn.Linear(D, D))
+    engine = fastdp.PerSampleGradients(copy.deepcopy(plain))
+    for size in (3, t, 4, t):
+        x, own = torch.randn(size, t, D), torch.randn(size, t)
+        given = mask if how == "the same" else mask.clone()
+        engine.model(x, given, own).square().sum(1).mean().backward()
+        assert_norms_alone(plain, engine.norms(), [(x[b : b + 1], mask, own[b : b + 1]) for b in range(size)])
+    x, own = torch.randn(t, t, D), torch.randn(t, t)
+    for other in (mask * 2, mask.mul_(2)):  # in memory that was written to since, too
+        with pytest.raises(SampleMixingError, match=r"mask of T x T.*mark_rows\(tensor, None\)"):
+            engine.model(x, other, own).square().sum(1).mean().backward()
+    engine.detach()
 
 
 def test_the_documents_examples_run() -> None:

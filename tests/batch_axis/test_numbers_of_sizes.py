@@ -366,3 +366,33 @@ def test_a_sum_divided_by_how_many_labels_there_are_is_warned_of() -> None:
     assert "BatchReadWarning" in found
     assert "BatchReadWarning" not in _scaled(lambda o: o.sum() / (next(pieces) * 12), sizes)
     assert "BatchReadWarning" not in _scaled(lambda o: o.sum() / 1000 + o.sum() / 100, sizes)
+
+
+METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "wrong ones": lambda o, y: len(y) - (o.argmax(1) == y).sum(),
+    "negatives": lambda o, y: o.numel() - (o > 0).sum(),
+    "percent": lambda o, y: (o.argmax(1) == y).float().sum().mul_(100.0 / len(y)),
+    "the loss so far": lambda o, y: F.cross_entropy(o.detach(), y, reduction="sum") / (len(y) + 1),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_by_the_batchs_size_are_refused_in_the_loss_alone(name: str) -> None:
+    torch.manual_seed(0)
+    for logged in (True, False):
+        model = nn.Linear(D, 3)
+        optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BatchReadWarning)
+            for size in (5, 7, 4, 6, 9):
+                x, y = torch.randn(size, D), torch.randint(0, 3, (size,))
+                out = model(x)
+                loss, metric = F.cross_entropy(out, y), METRICS[name](out, y)
+                if not logged:
+                    with pytest.raises(SampleMixingError):
+                        (loss * (1 + metric)).backward()
+                    break
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.detach()
