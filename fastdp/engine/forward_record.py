@@ -45,6 +45,11 @@ def mixing_error(layout: Layout) -> SampleMixingError:
             " Or is an input of no sample (a mask of T x T, a table, negatives that all share), and has as many rows "
             "as the batch? Say so before the forward, by fastdp.mark_rows(tensor, None)."
         )
+    elif "combines the samples of the batch" in layout.mixed:
+        remedy += (
+            ' If that is a loss which the model weighs, compute it of each sample (reduction="none"), weigh that, and '
+            "take the mean last."
+        )
     return SampleMixingError(
         f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
         f"for such a model; {remedy} (If the batch does not have {layout.batch} samples, give batch_size=.)",
