@@ -340,8 +340,7 @@ def mark_bags(arguments: Sequence[Tensor], with_last: bool) -> None:
 
 def mark_of(tensor: Tensor) -> Mark | None:
     """What mark_rows said of this tensor."""
-    found: Mark | None = tensor.__dict__.get(tensor_notes.ROWS)
-    return found
+    return tensor.__dict__.get(tensor_notes.ROWS)
 
 
 def samples_said(arguments: Sequence[Tensor]) -> int | None:

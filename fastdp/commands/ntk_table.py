@@ -163,8 +163,7 @@ def per_sample(nets: Networks, weights: dict[str, Tensor]) -> tuple[dict[str, Te
     def loss(one: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return loss_of(functional_call(nets.template, one, (x[None],)), y[None])[0]
 
-    found: tuple[dict[str, Tensor], Tensor] = vmap(vmap(grad_and_value(loss), (None, 0, 0)))(weights, nets.x, nets.y)
-    return found
+    return vmap(vmap(grad_and_value(loss), (None, 0, 0)))(weights, nets.x, nets.y)
 
 
 def _factors(nets: Networks, row: Row, squares: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ class FailureSignal:
         self.world, self.over = world, False
         self.groups = list({id(g): g for g in groups if g is not None and dist.get_world_size(g) > 1}.values())
         self._process, self._of = os.getpid(), dist.group.WORLD
-        self._store = store_of_world() if self.groups else None
+        self._store: Any = store_of_world() if self.groups else None
         self._name = f"fastdp alarm {world.messages()}"
         self._event, self._out = 0, False
         world.heard, world.explained = self.leaves, self.explained
@@ -90,7 +90,6 @@ class FailureSignal:
 
     def _all_leave(self, why: str, patience: float) -> bool:
         """Wait for the other processes. Whether all have left, at the same place, so that training may go on."""
-        assert self._store is not None
         place = [collectives_so_far(group) for group in self.groups]
         self._store.set(f"{self._name}/{self._event}/{self.world.rank}", json.dumps(place))
         self.leaves()
@@ -149,7 +148,6 @@ class FailureSignal:
 
     def _decide(self, why: str) -> str:
         """The first verdict stands."""
-        assert self._store is not None
         found = self._store.compare_set(f"{self._name}/{self._event}/verdict", "", why)
         return found.decode() if isinstance(found, bytes) else str(found)
 

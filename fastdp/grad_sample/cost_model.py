@@ -208,8 +208,7 @@ def fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
 
     x = numpy.asarray(rows) / numpy.asarray(times)[:, None]
     size = numpy.maximum(numpy.linalg.norm(x, axis=0), 1e-30)  # calls and flops are far apart
-    found: list[float] = (nnls(x / size, numpy.ones(len(times)))[0] / size).tolist()
-    return found
+    return (nnls(x / size, numpy.ones(len(times)))[0] / size).tolist()
 
 
 # ---------------------------------------------------------------------- kept constants

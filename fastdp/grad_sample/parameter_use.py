@@ -7,6 +7,7 @@ Uses can be taken together in four ways, each of which a kind of use answers by 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -67,12 +68,8 @@ class ParameterUse:
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         """sum_b factors_b gradient_b, of the operand's shape; samples with factors_b = 0 are not read as numbers. into:
         float32 memory of that shape on the CPU which the result may take, contents lost."""
-        total = None
-        for low, high in self.chunks():
-            part = weighted_sum(self.per_sample(low, high), factors[low:high])
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+        parts = (weighted_sum(self.per_sample(low, high), factors[low:high]) for low, high in self.chunks())
+        return functools.reduce(Tensor.add_, parts)
 
     def data(self) -> tuple[Tensor, ...]:
         """The tensors that the use holds until the end of backward."""

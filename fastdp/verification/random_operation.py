@@ -121,9 +121,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "mps":
-        found: torch.Generator = torch.mps._get_default_mps_generator()
-        return found
+        return torch.mps._get_default_mps_generator()
     module = torch.get_device_module(device)
     number = module.current_device() if device.index is None else device.index
-    found = module.default_generators[number]
-    return found
+    return module.default_generators[number]
