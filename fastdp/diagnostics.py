@@ -20,7 +20,7 @@ from .batch_axis.inputs import nested_tensors
 from .engine.gradients import Gradients
 from .engine.per_sample import PerSampleGradients
 from .errors import StepError
-from .losses.preactivations import ACTIVATIONS, Hook, chosen_layers, runs_again
+from .losses.preactivations import Hook, chosen_layers, hook_layers, runs_again
 from .optim.optimizers import PrivateOptimizer
 
 
@@ -151,12 +151,8 @@ class GradientDiagnostics:
         self._fresh: dict[str, Tensor] = {}
         self._parts: list[_Part] = []
         self._layers = list(chosen)
-        self._handles: list[Any] = [model.register_forward_hook(Hook(self, "_outputs", "").run)]
-        for name, module in chosen.items():
-            if isinstance(module, ACTIVATIONS):
-                self._handles.append(module.register_forward_pre_hook(Hook(self, "_inputs", name).run))
-            else:
-                self._handles.append(module.register_forward_hook(Hook(self, "_outputs", name).run))
+        handle = model.register_forward_hook(Hook(self, "_output", "").run)
+        self._handles: list[Any] = [handle, *hook_layers(self, chosen)]
         self._inner = self._backward.on_end
         self._backward.on_end = self._observe
 
@@ -184,10 +180,10 @@ class GradientDiagnostics:
 
     # ------------------------------------------------------------------ while the model runs
 
-    def _inputs(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
+    def _input(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
         self._add(layer, [t for t in args[:1] if isinstance(t, Tensor)])
 
-    def _outputs(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
+    def _output(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
         self._add(layer or _LOGITS, [t for t in nested_tensors(out) if t.is_floating_point()][:1])
 
     def _add(self, layer: str, tensors: list[Tensor]) -> None:

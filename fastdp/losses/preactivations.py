@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +110,17 @@ def chosen_layers(model: nn.Module, layers: Iterable[str] | None) -> dict[str, n
     return {name: modules[name] for name in wanted}
 
 
+def hook_layers(owner: Any, modules: Mapping[str, nn.Module]) -> list[Any]:
+    """Have the owner's `_input` called with each input of an activation function among these, and its `_output` with
+    each output of another module."""
+    return [
+        module.register_forward_pre_hook(Hook(owner, "_input", name).run)
+        if isinstance(module, ACTIVATIONS)
+        else module.register_forward_hook(Hook(owner, "_output", name).run)
+        for name, module in modules.items()
+    ]
+
+
 class PreActivations:
     """Notes the inputs of a model's activation functions in every forward, until `take` or the next forward.
 
@@ -145,11 +156,7 @@ class PreActivations:
             # before an engine's hooks, which may put other tensors in place of the outputs
             model.register_forward_hook(Hook(self, "_end", "").run, always_call=True, prepend=True),
         ]
-        for name, module in modules.items():
-            if isinstance(module, ACTIVATIONS):
-                self._handles.append(module.register_forward_pre_hook(Hook(self, "_input", name).run))
-            else:
-                self._handles.append(module.register_forward_hook(Hook(self, "_output", name).run))
+        self._handles += hook_layers(self, modules)
 
     def remove(self) -> None:
         """Take the hooks off the model, and forget."""
