@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .utils.number_checks import check_whole
+
 
 class Calibration(NamedTuple):
     """NLL in nats; accuracy, ECE and MCE as shares in [0, 1]; and, per bin, mean confidence, accuracy and count."""
@@ -146,8 +148,7 @@ def _predictions(logits: Tensor, labels: Tensor, probabilities: bool) -> _Predic
 
 def _bin_of(confidence: Tensor, bins: int) -> Tensor:
     """The number of the bin (k / bins, (k + 1) / bins] of each confidence."""
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins must be a whole number of at least 1, not {bins!r}")
+    check_whole(bins=bins)
     edges = (torch.arange(bins + 1, dtype=torch.float64) / bins).to(confidence.device, confidence.dtype)
     return (torch.bucketize(confidence, edges, right=False) - 1).clamp(0, bins - 1)
 

@@ -22,6 +22,7 @@ from .engine.per_sample import PerSampleGradients
 from .errors import StepError
 from .losses.preactivations import Hook, chosen_layers, hook_layers, runs_again
 from .optim.optimizers import PrivateOptimizer
+from .utils.number_checks import check_whole
 
 
 class NormHistogram(NamedTuple):
@@ -73,8 +74,7 @@ class Report:
         Raises:
             ValueError: if bins is less than 1.
         """
-        if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-            raise ValueError(f"bins must be a whole number of at least 1, not {bins!r}")
+        check_whole(bins=bins)
         kept = self.norms.double()
         kept = kept[torch.isfinite(kept) & ((kept > 0) | (not log))]
         if not len(kept):
@@ -137,8 +137,7 @@ class GradientDiagnostics:
                 f"diagnostics are of a fastdp optimizer (DPSGD, privatize(...)), not of {type(optimizer).__name__}; of "
                 "an engine alone use compare()"
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of at least 1, not {every!r}")
+        check_whole(every=every)
         self._privacy = privacy = optimizer._attached()
         privacy.replica.refuse_parts("GradientDiagnostics")
         self._engine, self._backward = privacy.engine, privacy.engine._backward

@@ -25,6 +25,7 @@ from typing import Any
 from .errors import StepError
 from .ops.clip import KINDS
 from .optim.optimizers import PrivateOptimizer
+from .utils.number_checks import check_whole
 
 KEYS = ("clipping", "max_grad_norm", "style", "gamma", "noise_multiplier")
 
@@ -48,8 +49,8 @@ class Schedule:
     def __init__(
         self, entries: Iterable[tuple[float, Mapping[str, Any]]], *, steps_per_epoch: int | None = None
     ) -> None:
-        if steps_per_epoch is not None and not (_whole(steps_per_epoch) and steps_per_epoch > 0):
-            raise ValueError(f"steps_per_epoch must be a whole number of at least 1, not {steps_per_epoch!r}")
+        if steps_per_epoch is not None:
+            check_whole(steps_per_epoch=steps_per_epoch)
         self.steps_per_epoch = steps_per_epoch
         self.entries: tuple[tuple[int, dict[str, Any]], ...] = tuple(self._entry(entry) for entry in entries)
         if not self.entries:
@@ -147,8 +148,7 @@ class Schedule:
         Raises:
             ValueError: if steps is less than 1, or a noise multiplier is missing.
         """
-        if not _whole(steps) or steps < 1:
-            raise ValueError(f"steps must be a whole number of at least 1, not {steps!r}")
+        check_whole(steps=steps)
         edges = sorted({0, *(begin for begin, _ in self.entries if begin < steps), steps})
         runs: list[tuple[float, float | None, int]] = []
         for begin, end in zip(edges, edges[1:], strict=False):

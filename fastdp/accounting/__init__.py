@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import AccountingError
+from ..utils.number_checks import check_whole
 from .noise_search import smallest_noise
 
 ACCOUNTANTS = ("prv", "rdp", "gdp")
@@ -285,8 +286,7 @@ def noise_multiplier_for(
         steps = math.ceil(epochs * steps_per_epoch(sample_rate))
     assert steps is not None
     steps_per_epoch(sample_rate)  # checks the rate
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise AccountingError(f"steps must be a whole number of at least 1, not {steps!r}")
+    check_whole(error=AccountingError, steps=steps)
     if accountant == "prv" and target_epsilon < 0.05:
         raise AccountingError("PRV accounting is exact to 0.01: for an epsilon below 0.05 use accountant='rdp'")
 

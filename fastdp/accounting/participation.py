@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from ..errors import AccountingError
+from ..utils.number_checks import check_whole
 
 KINDS = ("fixed order", "separated", "cyclic Poisson", "balls in bins")
 
@@ -37,9 +38,8 @@ def check_participation(part: Participation) -> None:
         raise AccountingError(
             f"no accounting is known for the participation {part.kind!r}, only for {', '.join(KINDS)}"
         )
-    for name, value in (("period", part.period), ("separation", part.separation)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise AccountingError(f"the {name} of a participation must be a whole number of at least 1, not {value!r}")
+    whole = {f"the {name} of a participation": getattr(part, name) for name in ("period", "separation")}
+    check_whole(error=AccountingError, **whole)
     if not 0 < part.rate <= 1:
         raise AccountingError(f"the rate of a participation must lie in (0, 1], not {part.rate!r}")
 

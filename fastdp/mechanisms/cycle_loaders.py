@@ -24,6 +24,7 @@ from ..distributed.fingerprints import mark, mark_of_records
 from ..distributed.world import dealing_world
 from ..errors import AccountingError, StepError
 from ..utils.keyword_arguments import parameters_of, refuse_unknown
+from ..utils.number_checks import check_whole
 from .cycle_samplers import BallsInBins, CycleSampler, CyclicPoisson, FixedOrder, Numbers
 
 
@@ -140,7 +141,7 @@ def fixed_order_loader(
     """
 
     def read(dataset: Any, size: int | None) -> CycleSampler:
-        _check_whole(batch_size=size, shuffle_within=shuffle_within)
+        check_whole(batch_size=size, shuffle_within=shuffle_within)
         assert size is not None
         if isinstance(dataset, StreamRecords):
             if order is not None or shuffle_within > 1:
@@ -211,7 +212,7 @@ def cyclic_poisson_loader(
     """
 
     def read(dataset: Any, size: float | None) -> CycleSampler:
-        _check_whole(cycle=cycle, **({} if steps is None else {"steps": steps}))
+        check_whole(cycle=cycle, **({} if steps is None else {"steps": steps}))
         places = _order(dataset, order)
         size = _expected(size, len(places))
         if (rate := size * cycle / len(places)) > 1 + 1e-9:
@@ -310,8 +311,8 @@ def _made(
         dataset, options, of_loader = source_of(data, options, drawn_by, refusal, of_stream)
         if isinstance(dataset, StreamRecords) and options.get("num_workers"):
             raise ValueError("num_workers= with an IterableDataset: it is read in its own order, here")
-        _check_whole(**({} if limit is None else {"max_physical_batch_size": limit}))
-        _check_whole(0, **({} if seed is None else {"seed": seed}))
+        check_whole(**({} if limit is None else {"max_physical_batch_size": limit}))
+        check_whole(0, **({} if seed is None else {"seed": seed}))
         sampler = sampler_for(dataset, of_loader if batch_size is None else batch_size)
         sampler.of(_mark_of(dataset))
         found = CycleLoader(fetching(dataset, sampler, options), sampler, name)
@@ -328,12 +329,6 @@ def _mark_of(dataset: Any) -> str | None:
         parts.append(np.fromiter(map(int, dataset.indices), np.int64).tobytes())
         dataset = dataset.dataset
     return mark(found, *parts)
-
-
-def _check_whole(least: int = 1, **values: Any) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 def _expected(size: Any, records: int) -> float:

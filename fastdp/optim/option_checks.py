@@ -10,6 +10,7 @@ from torch import Tensor
 from ..batch_axis.current_batch import PhysicalBatch
 from ..engine.per_sample import PerSampleGradients
 from ..errors import AccountingError, ClippingError, ParameterError, StepError
+from ..utils.number_checks import check_whole
 
 
 def of_loader(
@@ -57,8 +58,7 @@ def take_views(options: dict[str, Any], loss_reduction: str) -> None:
     Raises ValueError if it is no number of views, or the gradient would not be the mean over them.
     """
     views = options.pop("augmentations", 1)
-    if isinstance(views, bool) or not isinstance(views, int) or views < 1:
-        raise ValueError(f"augmentations must be a whole number of at least 1, not {views!r}")
+    check_whole(augmentations=views)
     if views == 1:
         return
     if "rows_per_sample" in options or options.get("batch_size") is not None:
