@@ -6,8 +6,8 @@ the longest sample); but a branch or a size may also change what is computed of 
 
 from __future__ import annotations
 
-import inspect
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BatchReadWarning, SampleMixingError
-from ..utils.code_location import FASTDP, TORCH, place_of
+from ..utils.code_location import FASTDP, TORCH, frames, place_of
 from . import operator_table
 from .calls import Call, Tags, bounds_of
 from .layout import Layout, tag, tag_of
@@ -62,8 +62,7 @@ _VALIDATING = ("__init__", "_validate_sample")  # of distributions: they raise, 
 
 def reading_line() -> str:
     """File and line of the code that reads, or '' where torch checks an assertion."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in frames(sys._getframe(1)):
         name = frame.f_code.co_filename
         if name.startswith(TORCH) and frame.f_code.co_name.startswith("_check"):
             return ""
@@ -71,7 +70,6 @@ def reading_line() -> str:
             return ""
         if not name.startswith((TORCH, FASTDP)):
             return place_of(frame)
-        frame = frame.f_back
     return ""
 
 

@@ -111,13 +111,12 @@ class Sizes:
             if key not in self._asked:  # (the layout stays there, and its id is its own)
                 self._asked[key] = layout, self._note_asked(tensor, layout, found, dim, frame)
             tells = self._asked[key][1]
-        while tells and frame is not None:
-            code = frame.f_code  # and whoever asks by functions of his own
+        for around in frames(frame) if tells else ():
+            code = around.f_code  # and whoever asks by functions of his own
             if code not in self._codes:
                 if is_librarys(code.co_filename):
                     return
                 self._codes.add(code)
-            frame = frame.f_back
 
     def _note_asked(self, tensor: Tensor, layout: Layout, found: Any, dim: int | None, frame: Any) -> bool:
         """What the line at which a frame is was told. Returns whether it was told the batch's size, perhaps."""
@@ -183,15 +182,13 @@ class Sizes:
             return self._is_inverse("inverse", self._batch, number)
         if number in self._beside or (number != self._batch and is_product(int(number), self._beside)):
             return False  # as likely of other dimensions
-        frame: Any = sys._getframe(2) if self._codes else None
-        while frame is not None:
+        for frame in frames(sys._getframe(2)) if self._codes else ():
             if not _is_ours(frame.f_code.co_filename) and (
                 literal_in_code(frame, number, self._codes) or is_named_square(frame, number, self._batch)
             ):
                 return False
             if frame.f_code in self._codes:
                 return True
-            frame = frame.f_back
         return False
 
     def is_batch(self, certain: bool) -> bool:
@@ -333,9 +330,7 @@ class Sizes:
 
     def _of(self, call: Call, number: float, doubtful: bool = False) -> tuple[str, bool]:
         """doubtful: nothing is said until it follows a size; so is a number in code that has not asked for one."""
-        frame: Any = sys._getframe(2)
-        while frame is not None and frame.f_code not in self._codes:
-            frame = frame.f_back
+        frame: Any = next((each for each in frames(sys._getframe(2)) if each.f_code in self._codes), None)
         if frame is None:
             frame, doubtful = users(sys._getframe(2)), True
         if frame is None:
