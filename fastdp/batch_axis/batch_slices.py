@@ -334,10 +334,8 @@ def joined_rows(layouts: Sequence[Layout]) -> tuple[Piece | None, str]:
 
 
 def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
-    """The piece that these make together (None: all samples), or why they must not be put together."""
+    """The piece that these, one at least, make together (None: all samples), or why they must not be put together."""
     known = [piece for piece in pieces if piece is not None]
-    if not known:
-        return None, ""
     if not all(piece.samples for piece in known):  # rows that were assigned nothing
         return None, BY_POSITION
     if len(known) < len(pieces):

@@ -75,8 +75,7 @@ def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
     for layout in layouts:
         keys = torch.arange(layout.rows, device=device) if layout.order is None else layout.order
         new = torch.ones(layout.rows, dtype=torch.long, device=device)
-        if layout.rows:
-            new[1:] = keys[1:] != keys[:-1]
+        new[1:] = keys[1:] != keys[:-1]
         parts.append(new)
     return torch.cat(parts).cumsum(0)
 

@@ -92,10 +92,8 @@ def now() -> Generation:
     return current
 
 
-def is_over(moment: Generation | None) -> bool:
+def is_over(moment: Generation) -> bool:
     """Whether a backward has gone through a moment's forward, and is over."""
-    if not isinstance(moment, Generation):
-        return False
     parent = moment.parent
     return not moment.alive if parent is None else parent.reached and not parent.alive
 
@@ -114,8 +112,6 @@ def is_forgotten(moment: Generation | None, layout: Any) -> bool:
     if parent is None or parent.reached or parent is current or moment is current:
         return False
     here = current.parent or current
-    if parent is here:
-        return False
     if parent.alive and not layout.plain:
         here.doubts[parent] = layout.mixed or "rows of the batch were moved"
     return True

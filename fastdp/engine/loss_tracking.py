@@ -225,7 +225,7 @@ class LossTracking(TorchFunctionMode):
     def _followed(self, call: Call) -> Any:
         given, moment = call.tensors, self.moment
         kept = later_copies.kept_output(given) if moment.owner is LOADERS else None
-        if kept is not None and is_over(generation_of(kept)):
+        if kept is not None and (of := generation_of(kept)) is not None and is_over(of):
             return later_copies.carried(call.func, *call.given, kept)
         if not any([tag_of(t, self.batch) or (shares(t) and look(t, None, self.batch)) for t in given]):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)

@@ -103,15 +103,13 @@ def problem_of(
     sample is a group of records; mean: the loss is to be a mean over the samples.
     """
     for root in roots:
-        if not root.requires_grad:
-            continue
         layout = tag_of(root, batch)
+        if not root.requires_grad or (layout is None and root.is_leaf):
+            continue
         own = isinstance(root.grad_fn, torch.autograd.function.BackwardCFunction)  # its backward is the user's
         own = own and not hasattr(getattr(root.grad_fn, "_forward_cls", None), "of_fastdp")
-        if own or (layout is None and not root.is_leaf):
+        if own or layout is None:
             return LossNotFollowedWarning(_LOST)
-        if layout is None:
-            continue
         if layout.mixed and not layout.total:
             of_model = next((known for known in outputs if known.mixed == layout.mixed), None)
             if of_model is not None:
