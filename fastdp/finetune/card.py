@@ -6,14 +6,13 @@ A card is a dict, which privacy_card.schema.json describes; `markdown` makes a p
 from __future__ import annotations
 
 import datetime
-import html
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 from ..accounting import epsilon_by
-from ..accounting.card import guess_of, recompute, versions
+from ..accounting.card import _line, guess_of, recompute, versions
 from ..utils.formatting import at_most
 from .files import PUBLIC, write
 from .plan import Outcome, Plan, weaknesses
@@ -154,7 +153,7 @@ def _rows(card: dict[str, Any]) -> dict[str, Any]:
         "is its own",
         "run": card["status"],
         "begun, finished": f"{card['begun'] or 'not recorded'}, {card['finished'] or card['date']}",
-        "responsible": _plain(card["responsible"] or "not stated (--responsible)"),
+        "responsible": _line(card["responsible"] or "not stated (--responsible)"),
     }  # fmt: skip
 
 
@@ -190,11 +189,6 @@ def _hashes(card: dict[str, Any]) -> str:
             "those of the evaluation are functions of the data, and are left out of this card.",
         ]
     return "\n".join(out)
-
-
-def _plain(text: str) -> str:
-    """A line in a cell of a table: no mark-up."""
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
 
 def write_card(card: dict[str, Any], folder: Path) -> None:

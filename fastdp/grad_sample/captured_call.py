@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..batch_axis.deferred_checks import DeferredCheck
 from ..batch_axis.layout import Layout, tag
@@ -289,11 +289,6 @@ def capture(call: Captured, ctx: Context, *data: Tensor) -> Any:
     out = applied(call, ctx, *data)
     tag(out, call.layout)
     return out
-
-
-def result_tensors(out: Any) -> list[Tensor]:
-    """The tensors of a result, in order."""
-    return [out] if isinstance(out, Tensor) else [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
 
 class Nest:

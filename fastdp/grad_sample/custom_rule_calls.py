@@ -13,8 +13,8 @@ from ..batch_axis.layout import spread
 from ..errors import FastDPError, UncapturedUseError
 from ..ops.common import accumulate
 from ..utils.cache import Answers
-from ..utils.pytree import tensors_in
-from .captured_call import Context, result_tensors
+from ..utils.pytree import tensors_in, tensors_of
+from .captured_call import Context
 from .forward_pass import ForwardPass
 from .generic import Generic, capture_generic, capture_once
 from .parameter_use import Lazy, Stored
@@ -194,7 +194,7 @@ class _Registered(Generic):
         with apart, torch.enable_grad(), torch.autocast(*self.autocast):
             weights = [t.detach().requires_grad_(t.is_floating_point()) for t in self.ctx.values]
             out = self.apply(weights, [t.detach() for t in self.data], self.constants)
-        outs = result_tensors(out)
+        outs = tensors_of(out)
         if not any(t.requires_grad for t in outs):
             raise UncapturedUseError(
                 f"{self.wrong} cannot be checked: autograd gives {self.parameters()} no gradient through it. A custom "

@@ -21,8 +21,8 @@ from ..batch_axis.operator_table import TAKING_A_PATTERN, function_name, is_in_p
 from ..batch_axis.propagate import layouts_of, propagate
 from ..errors import BatchLayoutError, FastDPError, StepError, UncapturedUseError
 from ..utils.cache import Answers
-from ..utils.pytree import map_leaves, map_tensors, signature, tensors_in
-from .captured_call import Captured, Context, Nest, applied, autocast_of, result_tensors
+from ..utils.pytree import map_leaves, map_tensors, signature, tensors_in, tensors_of
+from .captured_call import Captured, Context, Nest, applied, autocast_of
 from .forward_pass import ForwardPass
 from .parameter_links import link_of, mark_derived, set_link
 from .parameter_use import Lazy
@@ -105,7 +105,7 @@ class Generic(Captured):
         if isinstance(out, Tensor):
             return out
         self.nest = Nest(out, ctx.forward_pass.place(self.name))
-        return tuple(result_tensors(out))
+        return tuple(tensors_of(out))
 
     def result(self, out: Any) -> Any:
         """What the function returned, with the tensors that capturing it gave."""
@@ -159,7 +159,7 @@ class Generic(Captured):
             except (RuntimeError, IndexError, ValueError) as error:
                 problem = error
                 continue
-            outs = result_tensors(out)
+            outs = tensors_of(out)
             if [tuple(t.shape) for t in outs] == shapes:
                 self.cut = dims if cut_operands else ()
                 return outs

@@ -25,6 +25,7 @@ from ..engine.repeated_backward import Lasting, Repeated
 from ..errors import GraphError
 from ..ops.common import exactly
 from ..utils.autograd_graph import on_gradient
+from ..utils.pytree import tensors_of
 from ..utils.rng_state import set_random_states
 from . import _RECORDING
 from .batches import Batch, odd_leaf
@@ -292,11 +293,6 @@ class ForwardProgram(StepProgram):
         found = Repeated(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged, lasting)
         found.plan = self.plan
         return found
-
-
-def tensors_of(out: Any) -> list[Tensor]:
-    """The tensors that a forward gives."""
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
 
 def leaves_of(out: Any) -> list[Any]:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..batch_axis.calls import bind
 from ..batch_axis.probing import asking
 from ..errors import GraphError
+from ..utils.pytree import tensors_of
 from ..utils.rng_state import random_states, same_states
 
 aten = torch.ops.aten
@@ -161,7 +162,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_of((args, kwargs))
         about_sizes = any(t.is_meta for t in given) or kwargs.get("device") == torch.device("meta")
         # (what tells the allocator of a stream is nothing that a replay computes: it lies in memory of its own)
         if about_sizes or func is aten.record_stream.default:
@@ -176,7 +177,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if draws:
             self._random = random_states(self.device)
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = tensors_of(out)
         if func in _UNCHANGED and results[0] is given[0]:
             return out
         if self._is_same(func, given, results, written):
@@ -212,7 +213,7 @@ class Recorder(TorchDispatchMode):
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = kwargs.get(argument.name, args[place] if place < len(args) else None)
-                found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+                found += tensors_of(value)
         return found
 
     @staticmethod

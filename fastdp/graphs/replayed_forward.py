@@ -15,10 +15,11 @@ from ..batch_axis.layout import tag, tag_of
 from ..engine.capture import Pass
 from ..errors import StepError
 from ..ops.common import autocast_kinds, exactly
+from ..utils.pytree import tensors_of
 from ..utils.rng_state import States, random_states, set_random_states
 from .batches import plain
 from .execution import differing
-from .forward_program import ForwardProgram, leaves_of, tensors_of
+from .forward_program import ForwardProgram, leaves_of
 from .halves import Saved
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..engine.gradients import Gradients
 from ..engine.repeated_backward import DATA, Template, template_of
@@ -13,6 +12,7 @@ from ..errors import GraphError
 from ..grad_sample.parameter_links import link_of
 from ..grad_sample.parameter_use import Lazy, Stored
 from ..utils.autograd_graph import graph_nodes
+from ..utils.pytree import tensors_of
 from .recorder import Recorder
 
 LARGEST = 1 << 24  # numbers of per-sample gradients that a replay stores, where Python's step computes some at a time
@@ -84,4 +84,4 @@ def _is_fixed_map(operand: Tensor, recorder: Recorder) -> bool:
 def _saved(node: Any) -> list[Tensor]:
     """The tensors that a node of autograd keeps: indices, of which the gradients depend."""
     found = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    return tensors_of(found)

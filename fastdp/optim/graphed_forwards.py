@@ -28,10 +28,11 @@ from ..errors import BatchReadWarning, GraphError, LossReductionWarning
 from ..graphs import making
 from ..graphs.batches import Batch, copies, odd_leaf, shape_of
 from ..graphs.cuda_graph import Pool, device_of
-from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, left_behind, node_number, tensors_of
+from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, left_behind, node_number
 from ..graphs.guards import GLOBAL_HOOKS
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import OTHER_ROWS, device_of_model
+from ..utils.pytree import tensors_of
 from .forward_shapes import CHANGES, Shape
 
 PAYS = 100  # forwards for each recording beyond the first: one costs some twenty of them

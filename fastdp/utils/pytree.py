@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 def tensors_in(nest: Any) -> Sequence[Tensor]:
@@ -25,6 +26,11 @@ def tensors_in(nest: Any) -> Sequence[Tensor]:
         elif isinstance(item, tuple | list | dict):
             found += tensors_in(item)
     return found
+
+
+def tensors_of(nest: Any) -> list[Tensor]:
+    """Tensors in whatever torch takes for a nest, also in classes that were registered as one."""
+    return [nest] if isinstance(nest, Tensor) else [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
