@@ -111,12 +111,13 @@ class Sizes:
             if key not in self._asked:  # (the layout stays there, and its id is its own)
                 self._asked[key] = layout, self._note_asked(tensor, layout, found, dim, frame)
             tells = self._asked[key][1]
-        for around in frames(frame) if tells else ():
-            code = around.f_code  # and whoever asks by functions of his own
+        while tells and frame is not None:  # (asked for hundreds of times in a forward)
+            code = frame.f_code  # and whoever asks by functions of his own
             if code not in self._codes:
                 if is_librarys(code.co_filename):
                     return
                 self._codes.add(code)
+            frame = frame.f_back
 
     def _note_asked(self, tensor: Tensor, layout: Layout, found: Any, dim: int | None, frame: Any) -> bool:
         """What the line at which a frame is was told. Returns whether it was told the batch's size, perhaps."""
