@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..utils.pytree import tensors_in
-from .batch_positions import by_place, rows_alike
+from .batch_positions import WHY, by_place, rows_alike
 from .calls import Call, Tags, layout_rule
 from .layout import Layout
 from .operator_table import spellings
@@ -175,7 +175,9 @@ def _keeps_apart(mask: Tensor, owners: Tensor, dtype: torch.dtype) -> bool:
 @layout_rule(F.scaled_dot_product_attention)
 def _attention(call: Call) -> Tags:
     if (known := _apart_in_attention(call)) is not None:
-        return [(call.out, known)]
+        beside = known.dim - call.out.dim()
+        by_places = any(by_place(t, t.dim() + beside, known) for t in call.constants())  # of a mask, or keys and values
+        return [(call.out, call.combined(WHY) if by_places else known)]
     given = [(tensor, layout) for tensor in tensors_in(call.args[:3]) if (layout := call.layout(tensor)) is not None]
     if len(call.inputs()) > len(given) or all(layout.dim < tensor.dim() - 2 for tensor, layout in given):
         return ask(call)  # a mask made of data, perhaps

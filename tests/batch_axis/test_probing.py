@@ -121,6 +121,8 @@ AT_LENGTH: dict[str, Callable[[Tensor], Tensor]] = {
     "norms over the batch": lambda h: h / h.norm(dim=0, keepdim=True),
     "a mirror": lambda h: F.pad(h.movedim(0, -1), (1, 1), mode="circular")[..., 2:].movedim(-1, 0),
     "by place": lambda h: torch.einsum("btv,b->btv", h, torch.arange(float(len(h)))),
+    "a triangle from the middle on": lambda h: h[:, 0].triu(h.size(-1) // 2),
+    "a triangle up to the middle": lambda h: torch.tril(h[:, 0], h.size(-1) // 2),
     "einsum over samples": lambda h: torch.einsum("btv,ctv->btv", h, h),
     "a user's operator, asked at its own size": next_if_long,
 }
