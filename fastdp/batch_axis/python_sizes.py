@@ -266,8 +266,9 @@ class Sizes:
         numbers are told by the line that both asks for a size and scales, if they have no name in it, or by what they
         do from batch to batch.
         """
-        total = any(layout.total for _, layout in call.inputs())
-        if all(layout.mixed and not tensor.requires_grad for tensor, layout in call.inputs()):
+        inputs = call.inputs()
+        total = any(layout.total for _, layout in inputs)
+        if inputs and all(layout.mixed and not tensor.requires_grad for tensor, layout in inputs):
             return "", False  # a metric: no loss may take it, whatever it is divided by
         if (
             call.batch <= 1
