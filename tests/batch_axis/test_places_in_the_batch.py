@@ -80,28 +80,6 @@ BY_PLACE = {
 }
 
 
-def attended(h, keys=None, values=None, mask=None):
-    """Attention [B, 1, T, 2] of each sample's two halves."""
-    q = h.unflatten(1, (1, 2, 2))
-    return F.scaled_dot_product_attention(
-        q, q if keys is None else keys, q if values is None else values, mask
-    ).flatten(1)
-
-
-def numbered(h, *sizes):
-    """1, 2, 3 ... of the samples."""
-    return torch.arange(1.0, len(h) + 1).view(-1, 1, 1, 1).expand(-1, *sizes)
-
-
-BY_PLACE |= {
-    "a bias of attention": lambda m, h: attended(h, mask=numbered(h, 1, 2, 2) * torch.arange(2)),
-    "a mask of attention": lambda m, h: attended(h, mask=numbered(h, 1, 2, 2) > torch.tensor([0, 3])),
-    "a table's part as a bias": lambda m, h: attended(h, mask=UNKEPT[: len(h), :2].view(-1, 1, 1, 2)),
-    "values of attention": lambda m, h: attended(h, values=numbered(h, 1, 2, 2)),
-    "keys of attention": lambda m, h: attended(h, numbered(h, 1, 2, 2) * torch.arange(2)[:, None]),
-}
-
-
 def then(write):
     """The forward that writes into its layer's output, and returns that."""
 
@@ -254,9 +232,6 @@ NOT_BY_PLACE = {
     "own numbers where masks were drawn": drawn(lambda h: h, C),
     "put where masks were drawn": lambda m, h: h + 0 * h.index_put((torch.rand(len(h)) < 0.8,), m.token),
     "there and back": lambda m, h: h.flip(0).tanh().flip(0),
-    "attention beside constants": lambda m, h: attended(
-        h, torch.tensor([[1.0, 2], [3, 4]]).to(h).expand(len(h), 1, 2, 2), mask=torch.ones(2, 2).tril() > 0
-    ),
 }
 
 

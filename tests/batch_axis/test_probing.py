@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,20 @@ def attended(h: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5)
 
 
+def beside(h: Tensor, keys: Any = None, values: Any = None, mask: Any = None) -> Tensor:
+    """Attention [B, 1, 2, 2] of each sample's two halves, beside constants."""
+    q = h.unflatten(1, (1, 2, 2))
+    return F.scaled_dot_product_attention(
+        q, q if keys is None else keys.to(h), q if values is None else values.to(h), mask
+    ).flatten(1)
+
+
+def numbered(h: Tensor) -> Tensor:
+    """1, 2, 3 ... of the samples."""
+    return torch.arange(1.0, len(h) + 1).to(h).view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+
+
+TABLE = torch.randn(20, 1, 1, 2)
 COUPLED: dict[str, Forward] = {
     "renorm of large numbers": lambda m, h: torch.renorm(h * 50, 2, 1, 10.0),
     "renorm by keyword": lambda m, h: torch.renorm(h * 50, p=2, dim=1, maxnorm=10.0),
@@ -60,6 +75,11 @@ COUPLED: dict[str, Forward] = {
     "draws along the batch": lambda m, h: h * torch.distributions.Dirichlet(h.abs().T + 1).sample().T,
 }
 BY_PLACE: dict[str, Forward] = {
+    "a bias of attention": lambda m, h: beside(h, mask=numbered(h) * torch.arange(2)),
+    "a mask of attention": lambda m, h: beside(h, mask=numbered(h) > torch.tensor([0, 3])),
+    "a table's part as a bias": lambda m, h: beside(h, mask=TABLE[: len(h)].to(h)),
+    "values of attention": lambda m, h: beside(h, values=numbered(h)),
+    "keys of attention": lambda m, h: beside(h, numbered(h) * torch.arange(2)[:, None]),
     "the lower triangle": lambda m, h: h.tril(),
     "the upper triangle": lambda m, h: torch.triu(h, -2),
     "a triangle beside the samples": lambda m, h: h.T.triu(1).T,
@@ -70,6 +90,9 @@ BY_PLACE: dict[str, Forward] = {
 }
 ALIKE: dict[str, Forward] = {
     "the triangle of each sample": lambda m, h: h.unflatten(1, (2, 2)).tril().flatten(1),
+    "attention beside constants": lambda m, h: beside(
+        h, torch.tensor([[1.0, 2], [3, 4]]).expand(len(h), 1, 2, 2), mask=torch.ones(2, 2).tril() > 0
+    ),
     "its own diagonal": lambda m, h: h.diag_embed().triu().sum(1),
     "draws of each": lambda m, h: F.gumbel_softmax(h, dim=1) * 0 + h,
     "attention that draws": lambda m, h: h + 0 * attended(h.unflatten(1, (2, 2))).flatten(1),
