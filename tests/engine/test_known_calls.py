@@ -37,6 +37,7 @@ class Layers(nn.Module):
         self.way, self.mixed = way, False
         self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D, bias=False)
         self.norm, self.conv, self.other = nn.LayerNorm(D), nn.Conv1d(T, T, 3, padding=1), nn.Conv1d(T, T, 3)
+        self.alike = nn.ModuleList([nn.LayerNorm(D), nn.LayerNorm(D), nn.GroupNorm(2, T), nn.GroupNorm(2, T)])
         self.scale = nn.Parameter(torch.rand(D))
         self.register_buffer("table", torch.linspace(0, 1, B + 2))
         self.plain = [torch.linspace(0, 1, B + 2)]
@@ -150,6 +151,14 @@ def norms(m: Layers, x: Tensor) -> Tensor:
     return m.norm(m.conv(h) * m.scale) + m.scale
 
 
+def equal_norms(m: Layers, x: Tensor) -> Tensor:
+    """Whose rows are computed together."""
+    for norm in m.alike:
+        rows = x.flatten(0, 1) if isinstance(norm, nn.LayerNorm) else x
+        x = norm(torch.sin(rows) * 2).view(x.shape)
+    return x
+
+
 def hooked(m: Layers, x: Tensor) -> Tensor:
     h = m.b(m.a(x))
     h.register_hook(lambda g: None)
@@ -165,7 +174,7 @@ def one_parameter_twice(m: Layers, x: Tensor) -> Tensor:
     return m.c(F.layer_norm(m.a(x), (D,), m.scale, m.scale))
 
 
-WAYS = (plainly, relu_in_place, written_views, written_result, numbers_set, twice, norms, hooked,
+WAYS = (plainly, relu_in_place, written_views, written_result, numbers_set, twice, norms, equal_norms, hooked,
         two_paths, one_parameter_twice)  # fmt: skip
 
 
