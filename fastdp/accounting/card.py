@@ -47,8 +47,8 @@ class PrivacyCard(NamedTuple):
     def markdown(self) -> str:
         """A page in Markdown."""
         facts = self.facts
-        warned = "".join(f"> **Warning**: {_line(text)}\n\n" for text in facts["warnings"])
-        table = "\n".join(f"| {name} | {_line(value)} |" for name, value in self._rows())
+        warned = "".join(f"> **Warning**: {cell_text(text)}\n\n" for text in facts["warnings"])
+        table = "\n".join(f"| {name} | {cell_text(value)} |" for name, value in self._rows())
         missing = "\n".join(f"- {text}" for text in facts["not_covered"])
         return (
             f"# Privacy card\n\n{facts['model']}, {facts['date']}.\n\n**{self.head()}**\n\n{warned}"
@@ -124,7 +124,7 @@ def _block(block: dict[str, Any]) -> str:
     return f"{block['steps']} steps of noise multiplier {sigma:.6g} and sensitivity {most:.6g}"
 
 
-def _line(text: str) -> str:
+def cell_text(text: str) -> str:
     """A line in a cell of a Markdown table."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 

@@ -179,7 +179,6 @@ _MANY = 1 << 16  # numbers of a tensor from which on a call is asked with fewer
 
 
 _SIZES = (7, 59, 499)  # of dimensions that are no samples', in turn
-_BY_DIAGONAL = frozenset("triu tril triu_ tril_".split())  # they take any diagonal, also one beyond a shorter tensor
 
 
 def fewer(call: Call, inputs: Inputs, tags: Tags) -> tuple[Call, Inputs, Tags]:
@@ -194,11 +193,9 @@ def fewer(call: Call, inputs: Inputs, tags: Tags) -> tuple[Call, Inputs, Tags]:
     sizes = [t.numel() for t in (*call.tensors, *(t for t, _ in tags))]
     if max(sizes, default=0) <= _MANY or call.in_place or "out" in call.kwargs or not _is_torchs(call.func):
         return call, inputs, tags
-    if (
-        call.name in _BY_DIAGONAL
-        or any(layout.alone >= 0 for layout in known)
-        or any(t.layout != torch.strided for t in call.tensors)
-    ):
+    if any(layout.alone >= 0 for layout in known) or any(t.layout != torch.strided for t in call.tensors):
+        return call, inputs, tags
+    if call.name in ("triu", "tril"):  # their diagonal may lie beyond shorter dimensions, which they take all the same
         return call, inputs, tags
     kept = {call.batch, *[layout.rows for layout in known]}
     for size in _SIZES:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting import epsilon_by
-from ..accounting.card import _line, guess_of, recompute, versions
+from ..accounting.card import cell_text, guess_of, recompute, versions
 from ..utils.formatting import at_most
 from .files import PUBLIC, write
 from .plan import Outcome, Plan, weaknesses
@@ -153,7 +153,7 @@ def _rows(card: dict[str, Any]) -> dict[str, Any]:
         "is its own",
         "run": card["status"],
         "begun, finished": f"{card['begun'] or 'not recorded'}, {card['finished'] or card['date']}",
-        "responsible": _line(card["responsible"] or "not stated (--responsible)"),
+        "responsible": cell_text(card["responsible"] or "not stated (--responsible)"),
     }  # fmt: skip
 
 
