@@ -1,11 +1,11 @@
 // The whole number next to p + c z, z a normal of the key stream, or a weighted sum of normals of several steps, where
 // float arithmetic leaves it open.
 //
-// The 53 bits of a pair's x and the 31 of its angle are the first ones of two real numbers; level 1, 2 and 3 of the
+// The 36 bits of a pair's x and the 27 of its angle are the first ones of two real numbers; level 1, 2 and 3 of the
 // key stream (see fastdp.h) give 32 more of each. So z is known to lie in an interval, which arithmetic widens by a
 // bound of its error. First in double, without a level; where that leaves the middle of two whole numbers in the
-// interval (one normal in 2 million), all levels by pairs of doubles (Dekker 1971). What is open then has a probability
-// below 2^-80 and becomes NaN.
+// interval (one normal in 200,000), by one level; then all levels by pairs of doubles (Dekker 1971). What is open then
+// has a probability below 2^-80 and becomes NaN.
 // For the CPU and for CUDA.
 #ifndef FASTDP_EXACT_H
 #define FASTDP_EXACT_H
@@ -26,10 +26,10 @@ constexpr int LEVELS = 3;
 constexpr double LN2 = 0x1.62e42fefa39efp-1, LN2_REST = 0x1.abc9e3b39803fp-56;
 constexpr double PI = 0x1.921fb54442d18p+1, PI_REST = 0x1.1a62633145c07p-53;
 
-// What is known of a pair: x = (high 2^21 + low + the levels' first words) / 2^53, its point on the circle, and whether
-// the sine is asked for.
+// What is known of a pair: 36 bits of x, 28 of its point on the circle, and whether the sine is asked for.
 struct Bits {
-    uint32_t high, low, circle;
+    uint64_t x;
+    uint32_t circle;
     bool odd;
 };
 
@@ -105,7 +105,7 @@ struct Accuracy<Two> {
     static constexpr double ERROR = 0x1p-92;
 };
 
-// -2 ln(u 2^-53), u > 0: -2 ln m = -4 atanh((m - 1) / (m + 1)), m in [sqrt(1/2), sqrt(2)]
+// -2 ln(u 2^-36), u > 0: -2 ln m = -4 atanh((m - 1) / (m + 1)), m in [sqrt(1/2), sqrt(2)]
 template <class Real>
 EXACTLY Real minus_two_log(Real u) {
     int exponent;
@@ -117,7 +117,7 @@ EXACTLY Real minus_two_log(Real u) {
     const Real t = (mantissa + Real(-1)) / (mantissa + Real(1)), square = t * t;
     Real series = Real(0);
     for (int k = Accuracy<Real>::LOGARITHM; k-- > 0;) series = series * square + Real(1) / Real(2 * k + 1);
-    return ln2 * Real(-2.0 * (exponent - 53)) + t * series * Real(-4);
+    return ln2 * Real(-2.0 * (exponent - 36)) + t * series * Real(-4);
 }
 
 // cos(pi y) or sin(pi y), |y| <= 1/2, by their series
@@ -151,22 +151,22 @@ template <class Real>
 EXACTLY void add_normal(Total<Real> &total, const Bits &bits, const uint32_t *x, const uint32_t *around, int levels,
                         double size, int count) {
     const double ERROR = Accuracy<Real>::ERROR * (1 + 0.03125 * (count - 1));  // each sum rounds
-    const double finest = ldexp(1.0, -32 * levels);  // of a bit of x: in units of 2^-53
-    Real u = Real((double)((1ull << 53) - ((uint64_t)bits.high << 21 | bits.low)));
-    Real y = Real((double)(int32_t)(bits.circle << 1) * 0x1p-32);
+    const double finest = ldexp(1.0, -32 * levels);  // of a bit of x: in units of 2^-36
+    Real u = Real((double)((1ull << 36) - bits.x));
+    Real y = Real((double)(int32_t)(bits.circle << 5) * 0x1p-32);
     for (int level = 0; level < levels; ++level) {
         u = join(u, -ldexp((double)x[level], -32 * (level + 1)));
-        y = join(y, ldexp((double)around[level], -31 - 32 * (level + 1)));
+        y = join(y, ldexp((double)around[level], -27 - 32 * (level + 1)));
     }
     const Real log = minus_two_log(u), radius = root(log);
     Real turned = radius;
-    if (bits.circle >> 31) turned = -radius;
+    if (bits.circle >> 27) turned = -radius;
     total.v = turned * circle(y, bits.odd) * Real(size) + total.v;
     // how far off `log` may be: by arithmetic, and as x may be greater by one of its finest bits
     const double r = first_of(radius);
     const double log_off = ERROR * (first_of(log) + 1) + 2.0000001 * finest / (first_of(u) - finest);
     const double radius_off = 2 * log_off / (r + sqrt(log_off));
-    total.off += 1.0000001 * fabs(size) * (radius_off + r * (ERROR + 7 * finest * 0x1p-32));
+    total.off += 1.0000001 * fabs(size) * (radius_off + r * (ERROR + 7 * finest * 0x1p-28));
 }
 
 // NaN where a half-integer may lie between.
@@ -179,40 +179,39 @@ EXACTLY double nearest(const Total<Real> &total) {
     return fabs(beyond) > total.off ? whole : NAN;
 }
 
-// The bits of a pair of a block, of which words [0], [stride], [2 stride] ... are given.
-EXACTLY Bits bits_of(const uint32_t *words, int stride, int pair, bool odd) {
-    const uint32_t *a = words + (pair < 4 ? 12 + pair : 2 * pair + 4) * stride;
-    const uint32_t low = pair < 4 ? *a & ((1u << 21) - 1) : *a >> 21 | a[stride] >> 22 << 11;
-    return {words[pair * stride], low, words[(6 + pair) * stride], odd};
+// The bits of a pair of a block.
+EXACTLY Bits bits_of(const uint32_t *words, int pair, bool odd) {
+    const uint32_t high = words[pair], circle = words[8 + pair];
+    return {(uint64_t)high << 4 | circle % 16, circle / 16, odd};
 }
 
-// part + size z + the sum of sizes of `count` earlier normals times these, rounded to a whole number. |part| <= 1/2, 64
-// <= size < 128. pair: of all blocks. size_of(j): of an earlier one; block(j, level, words) writes its block of a level
-// of the key stream, 0 or more, and block(count, level, words) that of z.
-template <class Sizes, class Block>
-EXACTLY double nearest_whole(const Bits &own, int pair, double part, double size, int count, const Sizes &size_of,
-                             const Block &block) {
-    uint32_t x[LEVELS], around[LEVELS], words[16];
-    const double sums = 1 + 0.03125 * count;  // in which the part is rounded
-    Total<double> total = {part, Accuracy<double>::ERROR * sums};
+// Adds all normals, with the first `levels` words of each.
+template <class Real, class Sizes, class Block>
+EXACTLY double nearest_by(int levels, int pair, bool odd, double part, int count, const Sizes &size_of,
+                          const Block &block) {
+    Total<Real> total = {Real(part), Accuracy<Real>::ERROR * (1 + 0.03125 * (count - 1))};  // each sum rounds
     for (int j = 0; j < count; ++j) {
-        block(j, 0, words);
-        add_normal<double>(total, bits_of(words, 1, pair, own.odd), x, around, 0, size_of(j), count + 1);
-    }
-    add_normal<double>(total, own, x, around, 0, size, count + 1);
-    const double found = nearest(total);
-    if (found == found) return found;
-    Total<Two> better = {Two(part), Accuracy<Two>::ERROR * sums};
-    for (int j = 0; j <= count; ++j) {
-        for (int level = 0; level < LEVELS; ++level) {
+        uint32_t x[LEVELS], around[LEVELS], words[16];
+        for (int level = 0; level < levels; ++level) {
             block(j, level + 1, words);
             x[level] = words[2 * pair], around[level] = words[2 * pair + 1];
         }
-        if (j < count) block(j, 0, words);
-        const Bits bits = j < count ? bits_of(words, 1, pair, own.odd) : own;
-        add_normal<Two>(better, bits, x, around, LEVELS, j < count ? size_of(j) : size, count + 1);
+        block(j, 0, words);
+        add_normal<Real>(total, bits_of(words, pair, odd), x, around, levels, size_of(j), count);
     }
-    return nearest(better);
+    return nearest(total);
+}
+
+// part + the sum of sizes of `count` draws times their normals, rounded to a whole number. |part| <= 1/2; the last
+// size is in [64, 128). pair: of all blocks. size_of(j): of a draw; block(j, level, words) writes its block of a level of
+// the key stream, 0 or more.
+template <class Sizes, class Block>
+EXACTLY double nearest_whole(int pair, bool odd, double part, int count, const Sizes &size_of, const Block &block) {
+    for (int levels = 0; levels < 2; ++levels) {
+        const double found = nearest_by<double>(levels, pair, odd, part, count, size_of, block);
+        if (found == found) return found;
+    }
+    return nearest_by<Two>(LEVELS, pair, odd, part, count, size_of, block);
 }
 
 }  // namespace exact

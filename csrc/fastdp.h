@@ -15,19 +15,18 @@ extern "C" {
 
 /* ---------------------------------------------------------------- noise (csrc/cpu/noise.cpp)
  *
- * Element i of step s is one of the 12 normals of one ChaCha20 block, found from the global index alone:
- *     tile = i / 768, slot = i % 768 / 64, lane = i % 64, block counter = 64 * tile + lane
+ * Element i of step s is one of the 16 normals of one ChaCha20 block, found from the global index alone:
+ *     tile = i / 1024, slot = i % 1024 / 64, lane = i % 64, block counter = 64 * tile + lane
  * so a tile's normals leave the SIMD lanes (lane = block) in memory order, without a transposition. Slots 2p and
- * 2p + 1 are radius * (cos, sin) of pair p in 0 .. 5, from 85 of the block's bits; no bit serves two pairs:
- *     radius = sqrt(-2 ln(1 - x)), x = (2^21 w[p] + low) / 2^53 in [0, 1): 8.57 at the largest x
- *     low: for p < 4 the lower 21 bits of w[12 + p]; for p = 4 the upper 11 bits of w[12] and, above them, the upper 10
- *          of w[13]; for p = 5 the same of w[14] and w[15]
- *     angle = pi (c + 1) / 2^32, c the lower 31 bits of w[6 + p], shifted left by one, as a signed number; the upper
- *          bit of w[6 + p] turns the point by half a circle
+ * 2p + 1 are radius * (cos, sin) of pair p in 0 .. 7, from the 64 bits of the words w[p] and w[8 + p]:
+ *     radius = sqrt(-2 ln(1 - x)), x = (16 w[p] + low) / 2^36 in [0, 1), low the lower 4 bits of w[8 + p]: 7.06 at the
+ *          largest x
+ *     angle = pi (c + 1/2) / 2^27, c the other bits of w[8 + p] but for the upper one, as a signed number of 27 bits; the
+ *          upper bit turns the point by half a circle
  */
 enum {
     FASTDP_LANES = 64, /* blocks of a tile */
-    FASTDP_SLOTS = 12, /* normals of a block */
+    FASTDP_SLOTS = 16, /* normals of a block */
     FASTDP_TILE = FASTDP_LANES * FASTDP_SLOTS,
     FASTDP_DOMAIN_NOISE = 0x6e6f /* upper 16 bits of the nonce: what the key stream is used for */
 };
@@ -53,7 +52,7 @@ void fastdp_box_muller(const uint32_t *words, void *normals, int type);
  * std / 64, or sum * scale where std = 0; where read = 0, std * N(0, 1) * scale, not rounded to a unit. In double for
  * float64 sums, in float for all other (in double, too, where std or scale is not 0 and outside 2^-60 .. 2^60); a std of
  * more than float's 24 bits is rounded up there: noise is never less than asked for. A rounded n is what real numbers
- * would give (csrc/exact.h): where 85 bits do not decide, block `counter` under the nonce's upper 16 bits + l has in its
+ * would give (csrc/exact.h): where 64 bits do not decide, block `counter` under the nonce's upper 16 bits + l has in its
  * words 2p and 2p + 1 the next 32 bits of x and of the angle, l = 1, 2, 3.
  * key: 8 words, the 32 bytes of RFC 8439 in little-endian order; step < 2^48; keep: n is written over the sums.
  * Sums are not looked at where read = 0. The same bits whatever the threads (>= 1), the pieces in which an array

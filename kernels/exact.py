@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .keystream import first_digits
+
 LEVELS, FINEST = tl.constexpr(3), tl.constexpr(2.0**-96)  # of bits, and what is left after them
 ERROR, FINE_ERROR = tl.constexpr(2.0**-46), tl.constexpr(2.0**-92)  # of all arithmetic, relative to what is computed
 
@@ -85,7 +87,7 @@ def root(a, a_low):
 
 @triton.jit
 def minus_two_log(u, u_low):
-    """-2 ln(u 2^-53) = -4 atanh((m - 1) / (m + 1)) - 2 e ln 2, m in [sqrt(1/2), sqrt(2)]."""
+    """-2 ln(u 2^-36) = -4 atanh((m - 1) / (m + 1)) - 2 e ln 2, m in [sqrt(1/2), sqrt(2)]."""
     nothing, one = tl.zeros_like(u), tl.zeros_like(u) + 1.0
     bits = u.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) & 0x7FF) - 1022
@@ -107,7 +109,7 @@ def minus_two_log(u, u_low):
         series, series_low = add(series, series_low, inverse, inverse_low)
     series, series_low = multiply(series, series_low, t, t_low)
     ln2, ln2_low = multiply(nothing + 0.6931471805599453, nothing + 2.3190468138462996e-17,
-                            -2 * (exponent - 53).to(tl.float64), nothing)  # fmt: skip
+                            -2 * (exponent - 36).to(tl.float64), nothing)  # fmt: skip
     return add(ln2, ln2_low, -4 * series, -4 * series_low)
 
 
@@ -133,10 +135,10 @@ def coordinate(y, y_low, odd):
 
 @triton.jit
 def off_of(log, radius, left, finest, size, error):
-    """How far off size times a normal may be. left: 1 - x in units of 2^-53, which `finest` may be taken off."""
+    """How far off size times a normal may be. left: 1 - x in units of 2^-36, which `finest` may be taken off."""
     log_off = error * (log + 1) + 2.0000001 * finest / (left - finest)
     radius_off = 2 * log_off / (radius + tl.sqrt(log_off))
-    off = 1.0000001 * tl.abs(size) * (radius_off + radius * (error + 7 * finest * 2.3283064365386963e-10))
+    off = 1.0000001 * tl.abs(size) * (radius_off + radius * (error + 7 * finest * 3.725290298461914e-09))
     return tl.where(left > finest, off, float("inf"))
 
 
@@ -151,29 +153,30 @@ def decide(v, v_low, off):
 
 
 @triton.jit
-def normal_by_bits(word, low, circle, odd, size, error):
-    """size * N in float64, and how far off it may be. word and low: of x; circle: of the point, uint32."""
-    left = 9007199254740992.0 - (word.to(tl.float64) * 2097152.0 + low.to(tl.float64))
-    log = -2.0 * tl.log(left * 1.1102230246251565e-16)
+def normal_by_bits(word, circle, odd, size, error):
+    """size * N in float64, and how far off it may be. word, circle: of a pair, uint32."""
+    x, point = first_digits(word, circle)
+    left = 68719476736.0 - x
+    log = -2.0 * tl.log(left * 1.4551915228366852e-11)
     radius = tl.sqrt(log)
-    y = (circle << 1).to(tl.int32, bitcast=True).to(tl.float64) * 7.314590396335798e-10  # pi / 2^32
+    y = point * 7.314590396335798e-10  # pi / 2^32
     turned = tl.where((circle >> 31) != 0, -radius, radius)
     v = turned * tl.where(odd, tl.sin(y), tl.cos(y)) * size
     return v, off_of(log, radius, left, tl.zeros_like(v) + 1.0, size, error)
 
 
 @triton.jit
-def by_bits(word, low, circle, odd, part, size):
+def by_bits(word, circle, odd, part, size):
     """part + size * N rounded, in float64, and whether that is certain."""
-    v, off = normal_by_bits(word, low, circle, odd, size, ERROR)
+    v, off = normal_by_bits(word, circle, odd, size, ERROR)
     return decide(v + part, tl.zeros_like(v), off + ERROR)
 
 
 @triton.jit
-def first_bits(word, low, circle):
-    """1 - x in units of 2^-53 and the angle in half circles, as pairs, as far as the first block has them."""
-    left = 9007199254740992.0 - (word.to(tl.float64) * 2097152.0 + low.to(tl.float64))
-    y = (circle << 1).to(tl.int32, bitcast=True).to(tl.float64) * 2.3283064365386963e-10
+def first_bits(word, circle):
+    """1 - x in units of 2^-36 and the angle in half circles, as pairs, as far as the first block has them."""
+    x, point = first_digits(word, circle)
+    left, y = 68719476736.0 - x, point * 2.3283064365386963e-10
     return left, tl.zeros_like(left), y, tl.zeros_like(y)
 
 
@@ -182,7 +185,7 @@ def more_bits(u, u_low, y, y_low, x_word, y_word, unit):
     """Those of one level: words uint32 of so many units."""
     nothing = tl.zeros_like(u)
     u, u_low = add(u, u_low, x_word.to(tl.float64) * -unit, nothing)
-    y, y_low = add(y, y_low, y_word.to(tl.float64) * (unit * 4.656612873077393e-10), nothing)
+    y, y_low = add(y, y_low, y_word.to(tl.float64) * (unit * 7.450580596923828e-09), nothing)
     return u, u_low, y, y_low
 
 

@@ -14,7 +14,9 @@ import triton.language as tl
 
 from fastdp.ops.noise_reference import DOMAIN
 
-LANES, TILE = tl.constexpr(64), tl.constexpr(768)
+LANES, PAIRS, TILE = tl.constexpr(64), tl.constexpr(8), tl.constexpr(1024)
+# What the 36 bits of x leave, in units, of a normal of size 128, if its radius is within reach; one in 30,000 is not.
+LEFT_OPEN, SMALLEST, LARGEST = tl.constexpr(2e-5), tl.constexpr(0.001), tl.constexpr(4.55)
 S0, S1, S2, S3 = (tl.constexpr(word) for word in (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574))  # "expand 32-byte k"
 
 
@@ -73,8 +75,8 @@ def term(q, v, c: tl.constexpr):
 
 @triton.jit
 def minus_two_log(word, low):
-    """-2 ln(1 - x) of x = (2^21 word + low) / 2^53. Where x < 1/2 by a polynomial in x: next to 0 nothing cancels."""
-    rest = (low | 0x30800000).to(tl.float32, bitcast=True) - 9.313225746154785e-10  # low / 2^53
+    """-2 ln(1 - x) of x = (16 word + low) / 2^36. Where x < 1/2 by a polynomial in x: next to 0 nothing cancels."""
+    rest = low.to(tl.float32) * 1.4551915228366852e-11
     v = tl.fma(word.to(tl.int32, bitcast=True).to(tl.float32), tl.zeros_like(rest) + 2.3283064365386963e-10, rest)
     q = term(tl.zeros_like(v) + 3.486881732940674, v, -4.9528985023498535)  # x, or x - 1; through Chebyshev's nodes
     q = term(term(q, v, 3.941861391067505), v, -1.1845371723175049)
@@ -97,51 +99,40 @@ def cosine_sine(h):
 
 
 @triton.jit
-def box_muller(word, circle, low, DOUBLE: tl.constexpr):
-    """A pair's normals, turned * (cosine, sine), from the words of its radius and its point, and the lower 21 bits of
-    the former."""
-    point = (circle << 1).to(tl.int32, bitcast=True)
+def first_digits(word, circle):
+    """x in units of 2^-36 and the point in 2^-32 half circles, as float64, from a pair's two words."""
+    x = word.to(tl.float64) * 16.0 + (circle & 15).to(tl.float64)
+    return x, ((circle << 1) & 0xFFFFFFE0).to(tl.int32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
+def box_muller(word, circle, DOUBLE: tl.constexpr):
+    """A pair's normals, turned * (cosine, sine), from its two words."""
     if DOUBLE:
-        u = 1.0 - (word.to(tl.float64) * 2097152.0 + low.to(tl.float64)) * 1.1102230246251565e-16  # exact
-        radius = tl.sqrt(-2.0 * tl.log(u))
-        angle = (point.to(tl.float64) + 1.0) * 7.314590396335798e-10  # pi / 2^32
+        x, point = first_digits(word, circle)
+        radius = tl.sqrt(-2.0 * tl.log(1.0 - x * 1.4551915228366852e-11))
+        angle = (point + 16.0) * 7.314590396335798e-10  # pi / 2^32
         cosine, sine = tl.cos(angle), tl.sin(angle)
     else:
-        radius = tl.sqrt(minus_two_log(word, low))
-        cosine, sine = cosine_sine((point.to(tl.float32) + 1.0) * 2.3283064365386963e-10)
+        point = ((circle << 1) & 0xFFFFFFE0).to(tl.int32, bitcast=True).to(tl.float32)
+        radius = tl.sqrt(minus_two_log(word, circle & 15))
+        cosine, sine = cosine_sine((point + 16.0) * 2.3283064365386963e-10)
     return tl.where((circle >> 31) != 0, -radius, radius), cosine, sine
 
 
 @triton.jit
-def lower_bits(words, pair: tl.constexpr):
-    """21 of a pair's x."""
-    if pair < 4:
-        return words[12 + pair] & 0x1FFFFF
-    else:
-        return (words[2 * pair + 4] >> 21) | ((words[2 * pair + 5] >> 11) & 0x1FF800)
-
-
-@triton.jit
 def pair_of(words, pair: tl.constexpr, DOUBLE: tl.constexpr):
-    """The normals of one of a block's six pairs."""
-    return box_muller(words[pair], words[6 + pair], lower_bits(words, pair), DOUBLE)
+    """The normals of one of a block's eight pairs."""
+    return box_muller(words[pair], words[PAIRS + pair], DOUBLE)
 
 
 @triton.jit
 def word_of(words, pair, first: tl.constexpr, apart: tl.constexpr):
-    """The word of one of six pairs, which lie so far apart in a block."""
+    """The word of one of eight pairs, which lie so far apart in a block."""
     word = words[first]
-    for k in tl.static_range(1, 6):
+    for k in tl.static_range(1, PAIRS):
         word = tl.where(pair == k, words[first + k * apart], word)
     return word
-
-
-@triton.jit
-def low_of(words, pair):
-    low = lower_bits(words, 0)
-    for k in tl.static_range(1, 6):
-        low = tl.where(pair == k, lower_bits(words, k), low)
-    return low
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Noise on a GPU without nvcc: of `fastdp.ops.noise` the key stream bit for bit, and normals from its very bits.
 
-A program draws 128 blocks of ChaCha20, of two tiles of 768 elements: element i is one of the 12 normals of a block,
+A program draws 128 blocks of ChaCha20, of two tiles of 1024 elements: element i is one of the 16 normals of a block,
 whose counter follows from i alone. Normals are computed in float32 (float64 for float64) by the polynomials of
 csrc/cuda, each within 7e-7 of its pair's radius of the exact one; where that leaves open what is released,
 `kernels.exact` finds it. Sources: RFC 8439, section 2.3; Box & Muller 1958.
@@ -20,10 +20,23 @@ from fastdp.ops.noise_reference import Grid
 from fastdp.ops.updates import Draw
 
 from .exact import LEVELS, by_bits, by_more_bits, first_bits, more_bits
-from .keystream import LANES, TILE, chacha20, double_of, halves, low_of, pair_of, stream_of, word_of
+from .keystream import (
+    LANES,
+    LARGEST,
+    LEFT_OPEN,
+    PAIRS,
+    SMALLEST,
+    TILE,
+    chacha20,
+    double_of,
+    halves,
+    pair_of,
+    stream_of,
+    word_of,
+)
 from .past import gathered, is_correlated, nearest_of_all, past_of
 
-SIZE = 768  # of a tile, for launchers
+SIZE = TILE.value  # of a tile, for launchers
 TILES = 2  # of a program
 
 
@@ -31,7 +44,8 @@ TILES = 2  # of a program
 def limit_of(turned, size):
     """How far from a whole number part + size * N may be, or it is open what is next; `turned` times size already."""
     radius = tl.abs(turned)
-    return tl.where(radius <= 6.4 * size, 0.499996 - 9e-7 * radius, -1.0)
+    known = (radius >= SMALLEST * size) & (radius <= LARGEST * size)
+    return tl.where(known, 0.5 - LEFT_OPEN - 9e-7 * radius, -1.0)
 
 
 @triton.jit
@@ -53,7 +67,7 @@ def drawn(words, pair: tl.constexpr, size, DOUBLE: tl.constexpr, CORRELATED: tl.
     `gathered` gives."""
     if CORRELATED:
         one = tl.zeros_like(words[0]) + 1.0
-        return words[2 * pair], words[2 * pair + 1], one, one, words[12 + pair]
+        return words[2 * pair], words[2 * pair + 1], one, one, words[2 * PAIRS + pair]
     else:
         turned, cosine, sine = pair_of(words, pair, DOUBLE)
         turned *= size
@@ -63,7 +77,7 @@ def drawn(words, pair: tl.constexpr, size, DOUBLE: tl.constexpr, CORRELATED: tl.
 @triton.jit
 def settled(words, slot, total, size, unit, scale, unsure, counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1, p_past,
             CORRELATED: tl.constexpr):  # fmt: skip
-    """What is released where that is open, in one of a block's 12 slots."""
+    """What is released where that is open, in one of a block's 16 slots."""
     grids = total * (1.0 / unit)
     whole = tl.floor(grids + 0.5)
     part, wide = (grids - whole).to(tl.float64), tl.cast(size, tl.float64)
@@ -80,10 +94,10 @@ def settled(words, slot, total, size, unit, scale, unsure, counter, w0, w1, w2, 
 def nearest(words, slot, part, wide, unsure, counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1):
     """part + wide * N, rounded to a whole number."""
     pair, odd = slot // 2, (slot % 2) != 0
-    word, circle, low = word_of(words, pair, 0, 1), word_of(words, pair, 6, 1), low_of(words, pair)
-    near, certain = by_bits(word, low, circle, odd, part, wide)
+    word, circle = word_of(words, pair, 0, 1), word_of(words, pair, PAIRS, 1)
+    near, certain = by_bits(word, circle, odd, part, wide)
     if tl.max((unsure & (certain == 0)).to(tl.int32), 0) > 0:
-        u, u_low, y, y_low = first_bits(word, low, circle)
+        u, u_low, y, y_low = first_bits(word, circle)
         unit_of_level = wide * 0 + 2.3283064365386963e-10
         for level in range(LEVELS):
             more = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1 + ((level + 1) << 16))
@@ -133,14 +147,14 @@ def noise_kernel(p_data, count, offset, first, w0, w1, w2, w3, w4, w5, w6, w7, n
         size, unit, scale = size.to(tl.float32), unit.to(tl.float32), scale.to(tl.float32)
     at = tile * TILE + lane - tl.cast(offset, tl.int64)
     unsure = tl.zeros_like(lane)  # a bit for each slot
-    for pair in tl.static_range(6):
+    for pair in tl.static_range(PAIRS):
         even, odd, cosine, sine, limit = drawn(words, pair, size, DOUBLE, CORRELATED)
         place = at + 2 * pair * LANES
         unsure |= put(p_data, place, count, even, cosine, limit, size, unit, scale, KEEP) << (2 * pair)
         unsure |= put(p_data, place + LANES, count, odd, sine, limit, size, unit, scale, KEEP) << (2 * pair + 1)
     if KEEP:
         if tl.max(unsure, 0) > 0:
-            for slot in range(12):
+            for slot in range(2 * PAIRS):
                 here = ((unsure >> slot) & 1) != 0
                 if tl.max(here.to(tl.int32), 0) > 0:
                     place = at + slot * LANES

@@ -25,7 +25,7 @@ from .exact import (
     normal_by_bits,
     normal_by_more_bits,
 )
-from .keystream import chacha20, low_of, pair_of, stream_of, word_of
+from .keystream import LARGEST, LEFT_OPEN, PAIRS, SMALLEST, chacha20, pair_of, stream_of, word_of
 
 FIELDS = tl.constexpr(3)  # of a draw, and of what stands before the first
 
@@ -43,21 +43,22 @@ def nonce_at(p_past, draw):
 
 @triton.jit
 def joined(words, pair: tl.constexpr, size, even, odd, radii, DOUBLE: tl.constexpr):
-    """A draw's share of a pair added to the sums so far. A radius above 6.4 has no bound."""
+    """A draw's share of a pair added to the sums so far. A radius out of reach has no bound."""
     turned, cosine, sine = pair_of(words, pair, DOUBLE)
     radius = tl.abs(turned)
     turned *= size
     return (tl.fma(turned, cosine, even), tl.fma(turned, sine, odd),
-            radii + tl.where(radius > 6.4, float("inf"), tl.abs(turned)))  # fmt: skip
+            radii + tl.where((radius < SMALLEST) | (radius > LARGEST), float("inf"), tl.abs(turned)))  # fmt: skip
 
 
 @triton.jit
 def gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, DOUBLE: tl.constexpr):
-    """What the draws add to each of a block's 12 elements, and the limits of 6 pairs (`noise.limit_of`)."""
+    """What the draws add to each of a block's 16 elements, and the limits of 8 pairs (`noise.limit_of`)."""
     nothing = (counter * 0).to(tl.float64 if DOUBLE else tl.float32)
     s0, s1, s2, s3, s4, s5 = nothing, nothing, nothing, nothing, nothing, nothing
     s6, s7, s8, s9, s10, s11 = nothing, nothing, nothing, nothing, nothing, nothing
-    r0, r1, r2, r3, r4, r5 = nothing, nothing, nothing, nothing, nothing, nothing
+    s12, s13, s14, s15 = nothing, nothing, nothing, nothing
+    r0, r1, r2, r3, r4, r5, r6, r7 = nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing
     for draw in range(tl.load(p_past).to(tl.int32)):
         n0, n1 = nonce_at(p_past, draw)
         words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
@@ -68,14 +69,16 @@ def gathered(p_past, counter, w0, w1, w2, w3, w4, w5, w6, w7, DOUBLE: tl.constex
         s6, s7, r3 = joined(words, 3, size, s6, s7, r3, DOUBLE)
         s8, s9, r4 = joined(words, 4, size, s8, s9, r4, DOUBLE)
         s10, s11, r5 = joined(words, 5, size, s10, s11, r5, DOUBLE)
+        s12, s13, r6 = joined(words, 6, size, s12, s13, r6, DOUBLE)
+        s14, s15, r7 = joined(words, 7, size, s14, s15, r7, DOUBLE)
     by, most = number_at(p_past, 1).to(nothing.dtype), number_at(p_past, 2).to(nothing.dtype)
-    return (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, most - by * r0, most - by * r1, most - by * r2,
-            most - by * r3, most - by * r4, most - by * r5)  # fmt: skip
+    return (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15, most - by * r0, most - by * r1,
+            most - by * r2, most - by * r3, most - by * r4, most - by * r5, most - by * r6, most - by * r7)  # fmt: skip
 
 
 @triton.jit
 def nearest_of_all(p_past, slot, part, unsure, counter, w0, w1, w2, w3, w4, w5, w6, w7):
-    """part and the shares of all draws, rounded to a whole number, in one of a block's 12 slots."""
+    """part and the shares of all draws, rounded to a whole number, in one of a block's 16 slots."""
     pair, odd, draws = slot // 2, (slot % 2) != 0, tl.load(p_past).to(tl.int32)
     sums = 1 + 0.03125 * (draws - 1).to(tl.float64)  # each rounds
     total, off = part, tl.zeros_like(part) + ERROR * sums
@@ -83,8 +86,8 @@ def nearest_of_all(p_past, slot, part, unsure, counter, w0, w1, w2, w3, w4, w5, 
         n0, n1 = nonce_at(p_past, draw)
         words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
         size = number_at(p_past, FIELDS + FIELDS * draw + 2)
-        word, circle, low = word_of(words, pair, 0, 1), word_of(words, pair, 6, 1), low_of(words, pair)
-        share, more_off = normal_by_bits(word, low, circle, odd, size, ERROR * sums)
+        word, circle = word_of(words, pair, 0, 1), word_of(words, pair, PAIRS, 1)
+        share, more_off = normal_by_bits(word, circle, odd, size, ERROR * sums)
         total += share
         off += more_off
     near, certain = decide(total, tl.zeros_like(total), off)
@@ -97,8 +100,8 @@ def nearest_of_all(p_past, slot, part, unsure, counter, w0, w1, w2, w3, w4, w5, 
             for level in range(LEVELS + 1):
                 words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1 + (level << 16))
                 if level == 0:
-                    circle = word_of(words, pair, 6, 1)
-                    u, u_low, y, y_low = first_bits(word_of(words, pair, 0, 1), low_of(words, pair), circle)
+                    circle = word_of(words, pair, PAIRS, 1)
+                    u, u_low, y, y_low = first_bits(word_of(words, pair, 0, 1), circle)
                 else:
                     u, u_low, y, y_low = more_bits(u, u_low, y, y_low, word_of(words, pair, 0, 2),
                                                    word_of(words, pair, 1, 2), unit)  # fmt: skip
@@ -124,7 +127,10 @@ def past_of(draw: Draw, size: float) -> list[int]:
     earlier = [(step, weight) for step, weight in zip(draw.earlier_steps, draw.earlier_weights, strict=True) if weight]
     draws = [*earlier, (draw.step, 1.0)]
     # as `limit_of`, and for the rounding of each sum that a normal is in
-    limit = _bits(9e-7 + 6e-8 * (len(draws) + 1)), _bits(0.5 - 4e-6 * sum(abs(weight) for _, weight in draws))
+    limit = (
+        _bits(9e-7 + 6e-8 * (len(draws) + 1)),
+        _bits(0.5 - LEFT_OPEN.value * sum(abs(weight) for _, weight in draws)),
+    )
     rows = [(*stream_of(draw.key, step)[8:], _bits(size * weight)) for step, weight in draws]
     return [len(draws), *limit, *(number for row in rows for number in row)]
 

@@ -19,7 +19,7 @@ from fastdp.ops.checks import check_single_std
 from fastdp.ops.noise_reference import Grid
 from fastdp.ops.updates import SGD, Adam, Step, implementation
 
-from .keystream import LANES, TILE, chacha20, stream_of
+from .keystream import LANES, PAIRS, TILE, chacha20, stream_of
 from .many import TYPES
 from .noise import SIZE, TILES, drawn, release, settled, table_of
 from .past import gathered, is_correlated, past_of
@@ -128,7 +128,7 @@ def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: t
         words = chacha20(counter, w0, w1, w2, w3, w4, w5, w6, w7, n0, n1)
     at = tile * TILE + lane - offset
     unsure = tl.zeros_like(at).to(tl.int32)  # a bit for each slot
-    for pair in tl.static_range(6):
+    for pair in tl.static_range(PAIRS):
         size = tl.load(p_table + WORDS).to(tl.float64, bitcast=True).to(SUM)
         even, odd, cosine, sine, limit = drawn(words, pair, size, SUM == tl.float64, CORRELATED)
         place = at + 2 * pair * LANES
@@ -137,7 +137,7 @@ def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: t
         unsure |= spend(p_table, p_row, place + LANES, odd, sine, limit, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM,
                         STATE, SUM) << (2 * pair + 1)  # fmt: skip
     if tl.max(unsure, 0) > 0:
-        for slot in range(12):
+        for slot in range(2 * PAIRS):
             here = ((unsure >> slot) & 1) != 0
             if tl.max(here.to(tl.int32), 0) > 0:
                 place = at + slot * LANES

@@ -1,6 +1,6 @@
 // Gaussian noise of tiles, drawn and spent in one pass: what noise.cpp and step.cpp share.
 //
-// A tile is 768 elements of the global index (see fastdp.h). It is worked off in groups of W blocks, one block a
+// A tile is 1024 elements of the global index (see fastdp.h). It is worked off in groups of W blocks, one block a
 // SIMD lane. While the rounds of ChaCha20 for one group run, which keep the integer units busy, the words of the
 // group before become normals and are spent on their elements, which keeps divider, square root and memory busy:
 // the two need nothing of each other, so the processor overlaps them.
@@ -24,7 +24,7 @@
 
 namespace fastdp {
 
-constexpr int LANES = FASTDP_LANES, SLOTS = FASTDP_SLOTS, TILE = FASTDP_TILE;
+constexpr int LANES = FASTDP_LANES, SLOTS = FASTDP_SLOTS, PAIRS = SLOTS / 2, TILE = FASTDP_TILE;
 constexpr int64_t TILES_PER_THREAD = 32;  // less is not worth waking a thread
 
 int instruction_set();  // 0 plain, 1 AVX2 and FMA, 2 AVX-512: what this processor has, or less where a test says so
@@ -78,6 +78,18 @@ INLINE Place place_after(const Work &work, Place place, int64_t number) {  // nu
     return place_of(work, number);
 }
 
+// The radii of which the 36 bits of x leave no more than `left_open` of a grid, of a normal of this weight: from 0.001 to
+// the one that one in 2^15 exceeds (fewer, if the weight is less: then more of a radius may be open).
+template <class T>
+struct Reach {
+    T middle, half;
+    Reach(double weight = 1) {
+        const double longest = std::sqrt(-std::log(std::fabs(weight) * 0x1p-30));
+        middle = (T)((longest + 0.001) / 2), half = (T)((longest - 0.001) / 2);
+    }
+    static double left_open(double weight) { return 2e-5 * std::fmax(std::sqrt(std::fabs(weight)), std::fabs(weight)); }
+};
+
 // What is multiplied, in the arithmetic's type: grid, a power of two, and size = std / grid in [64, 128) round
 // sum + std N to a multiple of the grid.
 template <class T>
@@ -87,7 +99,8 @@ struct Amounts {
     bool alone;                            // noise without a sum, not rounded to the grid
     const Earlier *earlier;
     int count;
-    T left_open;  // what the 53 bits of x leave of the smallest radii, of all draws
+    T left_open;  // what the 36 bits of x leave of radii within their reach, of all draws
+    Reach<T> reach;
 };
 
 // A draw of correlated noise.
@@ -95,6 +108,7 @@ template <class T>
 struct Share {
     T size;        // its weight times std, in grids
     T per_radius;  // of the error: 6e-7 as in noise_pair.h, the rounding of its size, and of each sum that it is in
+    Reach<T> reach;
 };
 
 template <class T>
@@ -102,8 +116,8 @@ INLINE Amounts<T> amounts_of(const Work &work, T) {
     int exponent;
     const double size = std::frexp(work.std, &exponent) * 128;
     Amounts<T> by = {(T)work.scale, (T)size, (T)std::ldexp(1.0, 7 - exponent), (T)std::ldexp(work.scale, exponent - 7),
-                     work.state, !work.read, work.earlier.data(), (int)work.earlier.size(), (T)4e-6};
-    for (const Earlier &draw : work.earlier) by.left_open += (T)(4e-6 * (std::fabs(draw.size) / size));
+                     work.state, !work.read, work.earlier.data(), (int)work.earlier.size(), (T)2e-5, 1.0};
+    for (const Earlier &draw : work.earlier) by.left_open += (T)Reach<T>::left_open(draw.size / size);
     return by;
 }
 
@@ -111,8 +125,8 @@ INLINE Amounts<T> amounts_of(const Work &work, T) {
 template <class T>
 INLINE Share<T> share_of(const Amounts<T> &by, int draw) {
     const double size = draw < 0 ? by.size : by.earlier[draw].size;
-    const double off = sizeof(T) == sizeof(float) ? 6e-7 + 6e-8 * (draw + 4) : 1e-9;
-    return {(T)size, (T)(off * std::fabs(size))};
+    const double off = sizeof(T) == sizeof(float) ? 6e-7 + 6e-8 * (draw + 4) : 2e-8;
+    return {(T)size, (T)(off * std::fabs(size)), size / by.size};
 }
 
 // ChaCha20's state and what of its first round does not depend on the lane: of the first column one sum, of the other

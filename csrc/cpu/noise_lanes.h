@@ -3,7 +3,7 @@ namespace fastdp {
 namespace FASTDP_ISA {
 
 constexpr int W = FASTDP_W;
-constexpr uint32_t LOW_BITS = (1u << 21) - 1;  // of 53
+constexpr uint32_t LOW_BITS = 15;  // of a circle's word, the last ones of x
 
 typedef uint32_t Open;  // a bit for each lane
 
@@ -15,12 +15,11 @@ typedef __m512i Bits;
 typedef __m256i Words;
 INLINE Words words_at(const uint32_t *w) { return _mm256_load_si256((const __m256i *)w); }
 INLINE Real to_real(Words w) { return _mm512_cvtepu32_pd(w); }
-INLINE Real to_real_twice(Words w) { return _mm512_cvtepi32_pd(_mm256_add_epi32(w, w)); }  // signed
-INLINE Bits upper_bit(Words w) { return _mm512_slli_epi64(_mm512_cvtepu32_epi64(_mm256_srli_epi32(w, 31)), 63); }
-INLINE Words lower_21(Words w) { return _mm256_and_si256(w, _mm256_set1_epi32((int)LOW_BITS)); }
-INLINE Words upper_21(Words a, Words b) {
-    return _mm256_or_si256(_mm256_srli_epi32(a, 21), _mm256_slli_epi32(_mm256_srli_epi32(b, 22), 11));
+INLINE Real real_circle_of(Words w) {  // its bits but for the upper one, signed
+    return _mm512_cvtepi32_pd(_mm256_andnot_si256(_mm256_set1_epi32((int)LOW_BITS * 2 + 1), _mm256_add_epi32(w, w)));
 }
+INLINE Bits upper_bit(Words w) { return _mm512_slli_epi64(_mm512_cvtepu32_epi64(_mm256_srli_epi32(w, 31)), 63); }
+INLINE Words low_bits(Words w) { return _mm256_and_si256(w, _mm256_set1_epi32((int)LOW_BITS)); }
 INLINE Real exponent(Bits above) {  // times 2^52
     return _mm512_cvtepi64_pd(_mm512_and_si512(above, _mm512_set1_epi64((int64_t)0xfff0000000000000u)));
 }
@@ -32,6 +31,7 @@ INLINE Real fma(Real a, Real b, Real c) { return _mm512_fmadd_pd(a, b, c); }
 INLINE Real root(Real x) { return _mm512_sqrt_pd(x); }
 INLINE Real real_at(const double *x) { return _mm512_loadu_pd(x); }
 INLINE void put(double *x, Real y) { _mm512_storeu_pd(x, y); }
+INLINE Real size_of(Real x) { return _mm512_abs_pd(x); }
 INLINE Real smaller(Real a, Real b) { return _mm512_min_pd(a, b); }
 INLINE Real larger(Real a, Real b) { return _mm512_max_pd(a, b); }
 INLINE Real rounded(Real x) { return _mm512_roundscale_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -43,10 +43,9 @@ typedef uint32_t Words;
 INLINE Words words_at(const uint32_t *w) { return *w; }
 // Below AVX-512 nothing converts unsigned integers: by way of the mantissa, also exact.
 INLINE Real to_real(Words w) { return double_of(0x4330000000000000u | w) - 0x1p52; }
-INLINE Real to_real_twice(Words w) { return (double)(int32_t)(w << 1); }
+INLINE Real real_circle_of(Words w) { return (double)(int32_t)((w & ~LOW_BITS) << 1); }
 INLINE Bits upper_bit(Words w) { return (uint64_t)(w >> 31) << 63; }
-INLINE Words lower_21(Words w) { return w & LOW_BITS; }
-INLINE Words upper_21(Words a, Words b) { return a >> 21 | b >> 22 << 11; }
+INLINE Words low_bits(Words w) { return w & LOW_BITS; }
 INLINE Real exponent(Bits above) {
     return (double_of(0x4330000000000000u | (above + (64ull << 52)) >> 52) - (0x1p52 + 64)) * 0x1p52;
 }
@@ -58,6 +57,7 @@ INLINE Real fma(Real a, Real b, Real c) { return std::fma(a, b, c); }
 INLINE Real root(Real x) { return std::sqrt(x); }
 INLINE Real real_at(const double *x) { return *x; }
 INLINE void put(double *x, Real y) { *x = y; }
+INLINE Real size_of(Real x) { return std::fabs(x); }
 INLINE Real smaller(Real a, Real b) { return std::min(a, b); }
 INLINE Real larger(Real a, Real b) { return std::max(a, b); }
 INLINE Real rounded(Real x) { return std::rint(x); }
@@ -73,14 +73,9 @@ INLINE Word word_at(const uint32_t *w) { return _mm512_load_si512(w); }
 INLINE Single single(float x) { return _mm512_set1_ps(x); }
 INLINE Word word(uint32_t x) { return _mm512_set1_epi32((int)x); }
 INLINE Single from_signed(Word w) { return _mm512_cvtepi32_ps(w); }
-INLINE Word twice(Word w) { return _mm512_add_epi32(w, w); }
-INLINE Single with_lower_21(Word w, Word exponent) {
+INLINE Word circle_of(Word w) { return _mm512_andnot_si512(word(2 * LOW_BITS + 1), _mm512_add_epi32(w, w)); }
+INLINE Single with_low_bits(Word w, Word exponent) {
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(w, word(LOW_BITS), exponent, 0xea));  // a & b | c
-}
-INLINE Single with_upper_21(Word a, Word b, Word exponent) {
-    const Word shifted = _mm512_srli_epi32(a, 21), above = _mm512_srli_epi32(b, 11);
-    const Word low = _mm512_ternarylogic_epi32(shifted, above, word(0x7ff), 0xf4);  // a | b & ~c
-    return _mm512_castsi512_ps(_mm512_or_si512(low, exponent));
 }
 INLINE Single turned_by(Word w, Single x) {
     const Word sign = word(0x80000000u);
@@ -90,6 +85,7 @@ INLINE Single fma(Single a, Single b, Single c) { return _mm512_fmadd_ps(a, b, c
 INLINE Single root(Single x) { return _mm512_sqrt_ps(x); }
 INLINE Single single_at(const float *x) { return _mm512_loadu_ps(x); }
 INLINE void put(float *x, Single y) { _mm512_storeu_ps(x, y); }
+INLINE Single size_of(Single x) { return _mm512_abs_ps(x); }
 INLINE Single smaller(Single a, Single b) { return _mm512_min_ps(a, b); }
 INLINE Single larger(Single a, Single b) { return _mm512_max_ps(a, b); }
 INLINE Single rounded(Single x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -109,17 +105,14 @@ INLINE Word word(uint32_t x) { return _mm256_set1_epi32((int)x); }
 INLINE Single single(Word w) { return _mm256_castsi256_ps(w); }
 INLINE Word bits(Single x) { return _mm256_castps_si256(x); }
 INLINE Single from_signed(Word w) { return _mm256_cvtepi32_ps(w); }
-INLINE Word twice(Word w) { return _mm256_add_epi32(w, w); }
-INLINE Single with_lower_21(Word w, Word exponent) { return single((w & word(LOW_BITS)) | exponent); }
-INLINE Single with_upper_21(Word a, Word b, Word exponent) {
-    const Word above = _mm256_slli_epi32(_mm256_srli_epi32(b, 22), 11);
-    return single(_mm256_srli_epi32(a, 21) | above | exponent);
-}
+INLINE Word circle_of(Word w) { return _mm256_add_epi32(w, w) & word(~(2 * LOW_BITS + 1)); }
+INLINE Single with_low_bits(Word w, Word exponent) { return single((w & word(LOW_BITS)) | exponent); }
 INLINE Single turned_by(Word w, Single x) { return single((w & word(0x80000000u)) ^ bits(x)); }
 INLINE Single fma(Single a, Single b, Single c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Single root(Single x) { return _mm256_sqrt_ps(x); }
 INLINE Single single_at(const float *x) { return _mm256_loadu_ps(x); }
 INLINE void put(float *x, Single y) { _mm256_storeu_ps(x, y); }
+INLINE Single size_of(Single x) { return single(bits(x) & word(0x7fffffffu)); }
 INLINE Single smaller(Single a, Single b) { return _mm256_min_ps(a, b); }
 INLINE Single larger(Single a, Single b) { return _mm256_max_ps(a, b); }
 INLINE Single rounded(Single x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -141,14 +134,14 @@ INLINE Word word_at(const uint32_t *w) { return *w; }
 INLINE Single single(float x) { return x; }
 INLINE Word word(uint32_t x) { return x; }
 INLINE Single from_signed(Word w) { return (float)(int32_t)w; }
-INLINE Word twice(Word w) { return w << 1; }
-INLINE Single with_lower_21(Word w, Word exponent) { return float_of((w & LOW_BITS) | exponent); }
-INLINE Single with_upper_21(Word a, Word b, Word exponent) { return float_of(a >> 21 | b >> 22 << 11 | exponent); }
+INLINE Word circle_of(Word w) { return (w & ~LOW_BITS) << 1; }
+INLINE Single with_low_bits(Word w, Word exponent) { return float_of((w & LOW_BITS) | exponent); }
 INLINE Single turned_by(Word w, Single x) { return float_of((w & 0x80000000u) ^ bits_of(x)); }
 INLINE Single fma(Single a, Single b, Single c) { return std::fma(a, b, c); }
 INLINE Single root(Single x) { return std::sqrt(x); }
 INLINE Single single_at(const float *x) { return *x; }
 INLINE void put(float *x, Single y) { *x = y; }
+INLINE Single size_of(Single x) { return std::fabs(x); }
 INLINE Single smaller(Single a, Single b) { return std::min(a, b); }
 INLINE Single larger(Single a, Single b) { return std::max(a, b); }
 INLINE Single rounded(Single x) { return std::rint(x); }

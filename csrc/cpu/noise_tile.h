@@ -60,105 +60,20 @@ INLINE void ahead(const Tile<T> &tile, int lane, int pair) {
     }
 }
 
-constexpr int PAIRS = SLOTS / 2;
 // Groups at a time where normals are only added up: a round waits for its own results half of the time, and then other
 // blocks' can go on. With updates in between there are not enough registers for that.
 constexpr int AT_ONCE = W == 16 ? 2 : 1, STRIDE = AT_ONCE * W;
 
-#if FASTDP_W == 16
-// What is laid between the 80 steps of ten double rounds: the pieces of pairs, and updates. A pair is begun every 12
-// steps and done 20 steps later. No instruction stands in the queue long before its operands are there, and divisions
-// and square roots, which have one unit, stand apart.
-template <class Update, class By>
-INLINE void piece(int t, int pair, Pair<float> &p, const uint32_t *words, const Tile<float> &tile, int lane,
-                  const By &by, const Update &update) {
-    constexpr bool GATHERS = std::is_same<By, Share<float>>::value;
-    const int at = 2 * pair * LANES + lane;
-    if (t == 0) p.uniform(words, pair);
-    if (t == 0 && !GATHERS) ahead<Update>(tile, lane, pair);
-    if (t == 1) p.split();
-    if (t == 2) p.log1(), p.log2();
-    if (t == 3) p.log3();
-    if (t == 4) p.log4();
-    if (t == 5) p.log5();
-    if (t == 6) p.radius();
-    if (t == 7) p.angle(words, pair);
-    if (t == 8) p.circle1();
-    if (t == 9) p.circle2();
-    if (t == 10) p.circle3();
-    if (t == 11) p.circle4();
-    if (t == 12) p.circle5();
-    if (t == 13) p.circle6();
-    if constexpr (GATHERS) {
-        if (t == 14) gather(p, tile, pair, lane, words, by);
-    } else {
-        if (t == 13) p.turn(words, pair, by.size), p.limit_by(by.size);
-        if (t == 14) release(p, false, tile, at, words, pair, tile.block + lane, by);
-        if (t == 15) update.template apply<W>(tile, at);
-        if (t == 18) release(p, true, tile, at + LANES, words, pair, tile.block + lane, by);
-        if (t == 19) update.template apply<W>(tile, at + LANES);
-    }
-}
-
-template <int STEP, class Update, class By>
-INLINE void between(int i, Pair<float> (&p)[3], const uint32_t *words, const Tile<float> &tile, int lane, const By &by,
-                    const Update &update) {
-    const int now = 8 * i + STEP, pair = now / 12, t = now % 12;
-    if (pair > 0) piece(t + 12, pair - 1, p[0], words, tile, lane, by, update);
-    if (pair < PAIRS) piece(t, pair, p[0], words, tile, lane, by, update);
-}
-
-// In double, half the lanes of a pair are begun every 6 steps; three halves are under way at a time.
-template <class Update, class By>
-INLINE void piece(int t, int half, Pair<double> &p, const uint32_t *words, const Tile<double> &tile, int lane,
-                  const By &by, const Update &update) {
-    constexpr bool GATHERS = std::is_same<By, Share<double>>::value;
-    const int pair = half / 2, at = 2 * pair * LANES + lane, with = at + half % 2 * 8;
-    const uint32_t *w = words + half % 2 * 8;
-    if (t == 0) p.uniform(w, pair);
-    if (t == 0 && half % 2 == 0 && !GATHERS) ahead<Update>(tile, lane, pair);
-    if (t == 1) p.split();
-    if (t == 2) p.divide(), p.angle(w, pair);
-    if (t == 3) p.circle1();
-    if (t == 4) p.circle2(), p.circle3();
-    if (t == 5) p.log1(), p.circle4();
-    if (t == 6) p.log2(), p.circle5();
-    if (t == 7) p.log3(), p.circle6();
-    if (t == 8) p.radius(), p.circle7();
-    if constexpr (GATHERS) {
-        if (t == 12) gather(p, tile, pair, lane + half % 2 * 8, w, by);
-    } else {
-        const int64_t block = tile.block + lane + half % 2 * 8;
-        if (t == 11) p.turn(w, pair, by.size), p.limit_by(by.size);
-        if (t == 12) release(p, false, tile, with, w, pair, block, by);
-        if (t == 13) release(p, true, tile, with + LANES, w, pair, block, by);
-        if (t == 13 && half % 2 == 1) update.template apply<W>(tile, at), update.template apply<W>(tile, at + LANES);
-    }
-}
-
-template <int STEP, class Update, class By>
-INLINE void between(int i, Pair<double> (&p)[3], const uint32_t *words, const Tile<double> &tile, int lane, const By &by,
-                    const Update &update) {
-    const int now = 8 * i + STEP;
-    for (int begun = 2; begun >= 0; --begun) {
-        const int half = now / 6 - begun;
-        if (half < 0 || half >= 2 * PAIRS) continue;
-        piece(now % 6 + 6 * begun, half, p[half % 3], words, tile, lane, by, update);
-    }
-}
-#else
-// Without a schedule: a pair and its updates behind six of the ten double rounds.
-template <int STEP, class T, class Update, class By>
-INLINE void between(int i, Pair<T> (&)[3], const uint32_t *words, const Tile<T> &tile, int lane, const By &by,
-                    const Update &update) {
-    if (STEP < 7 || 3 * i % 5 > 2) return;
-    const int pair = 3 * i / 5, at = 2 * pair * LANES + lane;
+// A pair and its updates, behind eight of the ten double rounds.
+template <class T, class By, class Update>
+INLINE void between(int i, const uint32_t *words, const Tile<T> &tile, int lane, const By &by, const Update &update) {
+    if (4 * i % 5 > 3) return;
+    const int pair = 4 * i / 5, at = 2 * pair * LANES + lane;
     if (Update::ARRAYS > 0) ahead<Update>(tile, lane, pair);
     spend(words, pair, tile, lane, by);
     update.template apply<W>(tile, at);
     update.template apply<W>(tile, at + LANES);
 }
-#endif
 
 // Words of HALVES times W blocks from the stream's counter, a multiple of W, into `next` [HALVES][16][W]; meanwhile, where
 // SPEND, the words of the blocks before are spent on as many lanes from `lane` of `tile`.
@@ -171,10 +86,6 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
     for (int half = 0; half < HALVES; ++half) low.part[half] += ((const V *)numbers)[half];
     H x0(f[0]), x1(f[1]), x2(f[2]), x3(f[3]), x4(f[4]), x5(f[5]), x6(f[6]), x7(f[7]), x8(f[8]), x9(f[9]), x10(f[10]);
     H x11(f[11]), x12 = low, x13(f[13]), x14(f[14]), x15(f[15]);
-    Pair<T> p[HALVES][3];
-#define FASTDP_BETWEEN(step)                                          \
-    if (SPEND) between<step>(i, p[0], words, tile, lane, by, update); \
-    if (SPEND && HALVES > 1) between<step>(i, p[HALVES - 1], words + 16 * W, tile, lane + W, by, update)
 #if FASTDP_W == 16
 #pragma GCC unroll 10
 #endif
@@ -182,29 +93,20 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
         if (i == 0) {  // the first column but for its first sum; the others are done
             x12 ^= x0, x12.turn(16);
             FASTDP_MIX(x8, x12, x4, 12), FASTDP_MIX(x0, x4, x12, 8), FASTDP_MIX(x8, x12, x4, 7);
-            FASTDP_BETWEEN(0);
-            FASTDP_BETWEEN(1);
-            FASTDP_BETWEEN(2);
         } else {
             FASTDP_COLUMNS_1(16);
-            FASTDP_BETWEEN(0);
             FASTDP_COLUMNS_2(12);
-            FASTDP_BETWEEN(1);
             FASTDP_COLUMNS_1(8);
-            FASTDP_BETWEEN(2);
             FASTDP_COLUMNS_2(7);
         }
-        FASTDP_BETWEEN(3);
         FASTDP_DIAGONALS_1(16);
-        FASTDP_BETWEEN(4);
         FASTDP_DIAGONALS_2(12);
-        FASTDP_BETWEEN(5);
         FASTDP_DIAGONALS_1(8);
-        FASTDP_BETWEEN(6);
         FASTDP_DIAGONALS_2(7);
-        FASTDP_BETWEEN(7);
+        for (int half = 0; SPEND && half < HALVES; ++half) {
+            between(i, words + 16 * W * half, tile, lane + W * half, by, update);
+        }
     }
-#undef FASTDP_BETWEEN
     const H *rows[16] = {&x0, &x1, &x2, &x3, &x4, &x5, &x6, &x7, &x8, &x9, &x10, &x11, &x12, &x13, &x14, &x15};
     for (int half = 0; half < HALVES; ++half) {
         V *out = (V *)next + 16 * half;
@@ -212,13 +114,27 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
     }
 }
 
-inline void level_words(const uint32_t *state, int level, int64_t block, uint32_t *words) {
-    alignas(64) uint32_t part[16 * W];
-    Stream stream(state);
-    stream.state[15] += (uint32_t)level << 16;  // of the upper half of the nonce
-    stream.count_from(block - block % W);
-    group<1, false>(stream, part, nullptr, Tile<float>{}, 0, Amounts<float>{}, NoUpdate());
-    for (int k = 0; k < 16; ++k) words[k] = part[k * W + block % W];
+// Word k of lane l's block lies at words[k * W + l]. states: without the counter, which is `block` for all.
+inline void blocks_of(const uint32_t *const *states, int level, int64_t block, uint32_t *words) {
+    alignas(64) uint32_t given[16][W];
+    for (int l = 0; l < W; ++l) {
+        for (int k = 0; k < 16; ++k) given[k][l] = states[l][k];
+        given[12][l] = (uint32_t)block, given[13][l] = (uint32_t)((uint64_t)block >> 32);
+        given[15][l] += (uint32_t)level << 16;  // of the upper half of the nonce
+    }
+    V x[16];
+    std::memcpy(x, given, sizeof(x));
+    const auto mix = [&x](int a, int b, int d, int n) {
+        x[a] += x[b], x[d] ^= x[a], x[d] = x[d] << n | x[d] >> (32 - n);
+    };
+    for (int round = 0; round < 20; ++round) {
+        for (int a = 0; a < 4; ++a) {
+            const int turn = round % 2, b = 4 + (a + turn) % 4, c = 8 + (a + 2 * turn) % 4, d = 12 + (a + 3 * turn) % 4;
+            mix(a, b, d, 16), mix(c, d, b, 12), mix(a, b, d, 8), mix(c, d, b, 7);
+        }
+    }
+    for (int k = 0; k < 16; ++k) x[k] += *(const V *)given[k];
+    std::memcpy(words, x, sizeof(x));
 }
 
 // ---------------------------------------------------------------- many tiles

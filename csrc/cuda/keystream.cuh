@@ -6,7 +6,7 @@
 
 namespace fastdp {
 
-constexpr int LANES = 64, SLOTS = 12, TILE = LANES * SLOTS;  // FASTDP_LANES, ...: see fastdp.h
+constexpr int LANES = 64, SLOTS = 16, PAIRS = SLOTS / 2, TILE = LANES * SLOTS;  // FASTDP_LANES, ...: see fastdp.h
 constexpr uint32_t DOMAIN_NOISE = 0x6e6f;
 
 #ifndef FASTDP_ROUNDS
@@ -77,18 +77,10 @@ FASTDP_INLINE void chacha20_block(const Key &key, const Nonce &nonce, uint64_t c
 
 // ---------------------------------------------------------------- bits to normals
 
-// The lower 21 bits of a pair's x: see fastdp.h.
-FASTDP_INLINE uint32_t low_bits(const uint32_t *w, int pair) {
-    if (pair < 4) return w[12 + pair] & 0x1fffffu;
-    const uint32_t a = w[2 * pair + 4], b = w[2 * pair + 5];
-    return a >> 21 | (b >> 11 & 0x1ff800u);
-}
-
-// -2 ln(1 - x), x = (2^21 high + low) / 2^53. Where x < 1/2 by a polynomial in x: next to x = 0 nothing cancels. Above
+// -2 ln(1 - x), x = (16 high + low) / 2^36. Where x < 1/2 by a polynomial in x: next to x = 0 nothing cancels. Above
 // by the hardware's logarithm of 1 - x (relative error 4e-7 at most), of which the sign of `high` gives the negative.
 FASTDP_INLINE float minus_two_log(uint32_t high, uint32_t low) {
-    const float rest = __uint_as_float(low | (127u - 30u) << 23) - 0x1p-30f;  // low / 2^53: this float counts in 2^-53
-    const float v = fmaf(__int2float_rn((int)high), 0x1p-32f, rest);          // x, or x - 1
+    const float v = fmaf(__int2float_rn((int)high), 0x1p-32f, (float)low * 0x1p-36f);  // x, or x - 1
     // -2 ln(1 - v) / v on [0, 1/2], a polynomial through Chebyshev's nodes: 4e-9
     float q = 0x1.be5224p+1f;
     q = fmaf(q, v, -0x1.3cfc4ap+2f);
@@ -129,22 +121,30 @@ struct Point {
 
 // The point of a pair of the block's words w, in float: its normals are within 7e-7 of the radius of the exact ones.
 FASTDP_INLINE void box_muller(const uint32_t *w, int pair, Point<float> &point) {
-    const uint32_t circle = w[6 + pair];
-    const float radius = fast_sqrt_normal(minus_two_log(w[pair], low_bits(w, pair)));
-    cosine_sine(fmaf(__int2float_rn((int)(circle << 1)), 0x1p-32f, 0x1p-32f), point.cosine, point.sine);
+    const uint32_t circle = w[PAIRS + pair];
+    const float radius = fast_sqrt_normal(minus_two_log(w[pair], circle & 15u));
+    cosine_sine(fmaf(__int2float_rn((int)(circle << 1 & ~31u)), 0x1p-32f, 0x1p-28f), point.cosine, point.sine);
     point.turned = __uint_as_float(__float_as_uint(radius) ^ (circle & 0x80000000u));
 }
 
 // The same in double, for float64 data.
 FASTDP_INLINE void box_muller(const uint32_t *w, int pair, Point<double> &point) {
-    const uint32_t circle = w[6 + pair];
-    const double u = fma((double)w[pair], -0x1p-32, fma((double)low_bits(w, pair), -0x1p-53, 1.0));  // 1 - x, exactly
+    const uint32_t circle = w[PAIRS + pair];
+    const double u = fma((double)w[pair], -0x1p-32, fma((double)(circle & 15u), -0x1p-36, 1.0));  // 1 - x, exactly
     const double radius = sqrt(-2.0 * log(u));
-    sincospi(fma((double)(int)(circle << 1), 0x1p-32, 0x1p-32), &point.sine, &point.cosine);
+    sincospi(fma((double)(int)(circle << 1 & ~31u), 0x1p-32, 0x1p-28), &point.sine, &point.cosine);
     point.turned = circle >> 31 ? -radius : radius;
 }
 
 // ---------------------------------------------------------------- normals to released elements
+
+// What the 36 bits of x leave, in grids, of a normal of size 128, if its radius is within reach; one in 30,000 is not.
+constexpr double LEFT_OPEN = 2e-5;
+
+template <typename Number>
+FASTDP_INLINE bool is_within_reach(Number radius, Number size) {  // radius: times size
+    return radius >= (Number)0.001 * size && radius <= (Number)4.55 * size;
+}
 
 // What is multiplied, as by csrc/cpu/noise.h: std = size * grid, size in [64, 128); 1 / grid and grid * scale. Without
 // noise the size is 0, and nothing open.
@@ -166,8 +166,8 @@ Amounts<Number> amounts_of(double std, double scale, bool alone, Number) {
 
 // n = grid * round(sum / grid + size * normal) * scale, the sum's multiples of the grid apart. False where it is open to
 // what v is rounded: next to the middle of two whole numbers by 9e-7 of the radius (7e-7, and some for adding and what
-// the angle's 32 bits leave) and 4e-6 (for the 53 bits of the smallest radii), and above a radius of 6.4. past: of earlier
-// steps (past.cuh), what else the element's slot takes, and how that moves this bound.
+// the angle's 28 bits leave) and LEFT_OPEN, and where the radius is out of reach. past: of earlier steps (past.cuh), what
+// else the element's slot takes, and how that moves this bound.
 template <typename Number, class Past>
 FASTDP_INLINE bool release(Number turned, Number coordinate, Number sum, const Amounts<Number> &by, const Past &past,
                            int slot, Number &n) {
@@ -176,8 +176,8 @@ FASTDP_INLINE bool release(Number turned, Number coordinate, Number sum, const A
     n = fma(whole + near, by.grid_scaled, (Number)0);  // adding 0 takes the sign off a zero
     if (by.size == 0) return n = sum * by.scale, true;
     if (by.alone) return n = turned * coordinate * by.grid_scaled, true;
-    const Number limit = past.limit(slot, fma(radius, (Number)-9e-7, (Number)(0.5 - 4e-6)));
-    return fabs(v - near) <= limit && radius <= (Number)6.4 * by.size;
+    const Number limit = past.limit(slot, fma(radius, (Number)-9e-7, (Number)(0.5 - LEFT_OPEN)));
+    return fabs(v - near) <= limit && is_within_reach(radius, by.size);
 }
 
 }  // namespace fastdp

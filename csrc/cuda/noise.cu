@@ -57,7 +57,7 @@ __global__ void chacha20(const uint32_t *states, uint32_t *words, int64_t count)
     for (int k = 0; k < 16; ++k) words[k * count + i] = x[k];
 }
 
-// words: [16][count], normals: [12][count]
+// words: [16][count], normals: [16][count]
 template <typename Number>
 __global__ void transform(const uint32_t *words, Number *normals, int64_t count) {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -66,7 +66,7 @@ __global__ void transform(const uint32_t *words, Number *normals, int64_t count)
 #pragma unroll
     for (int k = 0; k < 16; ++k) w[k] = words[k * count + i];
 #pragma unroll
-    for (int pair = 0; pair < SLOTS / 2; ++pair) {
+    for (int pair = 0; pair < PAIRS; ++pair) {
         Point<Number> point;
         box_muller(w, pair, point);
         normals[2 * pair * count + i] = point.turned * point.cosine;

@@ -38,7 +38,7 @@ struct NoPast {
 };
 
 // What is multiplied. per_radius: how far off a normal is, times its radius: as in `release`, and for each sum that it is
-// in. left_open: what the 53 bits of x leave of small radii.
+// in. left_open: what the bits of x leave of all these.
 template <typename Number>
 struct PastOptions {
     const Earlier *table;
@@ -59,13 +59,13 @@ class Past {
     };
 
     FASTDP_INLINE explicit Past(const Options &options) : o(options) {
-        __shared__ Number held[(SLOTS + SLOTS / 2) * THREADS];
+        __shared__ Number held[(SLOTS + PAIRS) * THREADS];
         sums = held + threadIdx.x, radii = sums + SLOTS * THREADS;
     }
 
     FASTDP_INLINE void gather(const Key &key, uint64_t counter) {
 #pragma unroll
-        for (int k = 0; k < SLOTS + SLOTS / 2; ++k) sums[k * THREADS] = 0;
+        for (int k = 0; k < SLOTS + PAIRS; ++k) sums[k * THREADS] = 0;
         far = 0;
 #pragma unroll 1
         for (int j = 0; j < o.count; ++j) {
@@ -73,10 +73,10 @@ class Past {
             chacha20_block(key, o.table[j].nonce, counter, words);
             const Number size = (Number)o.table[j].size;
 #pragma unroll
-            for (int pair = 0; pair < SLOTS / 2; ++pair) {
+            for (int pair = 0; pair < PAIRS; ++pair) {
                 Point<Number> point;
                 box_muller(words, pair, point);
-                if (fabs(point.turned) > (Number)6.4) far |= 1u << pair;
+                if (!is_within_reach((Number)fabs(point.turned), (Number)1)) far |= 1u << pair;
                 point.turned *= size;
                 Number *even = sums + 2 * pair * THREADS, *odd = even + THREADS;
                 *even = fma(point.turned, point.cosine, *even), *odd = fma(point.turned, point.sine, *odd);
@@ -96,8 +96,8 @@ class Past {
 
   private:
     const Options &o;
-    Number *sums, *radii;  // [SLOTS] and [SLOTS / 2], THREADS apart
-    unsigned far;          // pairs with a radius above 6.4
+    Number *sums, *radii;  // [SLOTS] and [PAIRS], THREADS apart
+    unsigned far;          // pairs with a radius out of reach
 };
 
 // The table comes by kernel arguments, as that of `prepare_step`.
@@ -136,7 +136,7 @@ fastdp_cuda_status lay_out_draws(const fastdp_cuda_draw &draw, Number size, Earl
         if (status.kernel != nullptr) return status;
         count += waiting, waiting = 0;
     }
-    options = {table, count, (Number)(9e-7 + 6e-8 * (count + 2)), (Number)(4e-6 * weights)};
+    options = {table, count, (Number)(9e-7 + 6e-8 * (count + 2)), (Number)(LEFT_OPEN * weights)};
     return {nullptr, nullptr};
 }
 

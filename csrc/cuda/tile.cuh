@@ -1,5 +1,5 @@
-// A tile of 768 elements of the global index grid: 64 threads, one block of the key stream each, whose 12 normals are
-// spent on 12 elements, 64 apart: neighbouring threads touch neighbouring elements.
+// A tile of 1024 elements of the global index grid: 64 threads, one block of the key stream each, whose 16 normals are
+// spent on 16 elements, 64 apart: neighbouring threads touch neighbouring elements.
 #pragma once
 
 #include "past.cuh"
@@ -8,7 +8,7 @@ namespace fastdp {
 
 constexpr int BLOCKS_PER_MULTIPROCESSOR = 6;  // of a grid; what runs at once is less
 
-// Which of this thread's 12 elements (first, first + 64, ...) lie in [0, count): one bit each.
+// Which of this thread's 16 elements (first, first + 64, ...) lie in [0, count): one bit each.
 FASTDP_INLINE unsigned elements_inside(int64_t first, int64_t count) {
     unsigned inside = 0;
 #pragma unroll
@@ -29,12 +29,10 @@ FASTDP_INLINE Loaded<Rule> load_pair(const Rule &rule, int pair) {
     return {rule.load(2 * pair * LANES), rule.load((2 * pair + 1) * LANES)};
 }
 
-// The elements of this thread whose bit in `open` is set, by more of the key stream's bits. Few: of 12, one in 500.
+// The elements of this thread whose bit in `open` is set, by more of the key stream's bits. Few: of 16, one in 300.
 template <class Rule, class Draws>
 static __device__ __noinline__ void settle(Rule rule, Draws earlier, const Key &key, Nonce nonce, uint64_t counter,
                                            unsigned open) {
-    uint32_t words[16];
-    chacha20_block(key, nonce, counter, words);
     const auto &by = rule.amounts();
 #pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
@@ -45,15 +43,13 @@ static __device__ __noinline__ void settle(Rule rule, Draws earlier, const Key &
             rule.store(slot * LANES, e, sum * by.scale);
             continue;
         }
-        const int pair = slot / 2;
         const auto block = [&](int j, int level, uint32_t(&of_level)[16]) {
             Nonce shifted = j < earlier.count() ? earlier.nonce(j) : nonce;
             shifted.word[1] += (uint32_t)level << 16;
             chacha20_block(key, shifted, counter, of_level);
         };
-        const auto size_of = [&](int j) { return earlier.size(j); };
-        const exact::Bits bits = exact::bits_of(words, 1, pair, slot % 2 == 1);
-        const double near = exact::nearest_whole(bits, pair, part, by.size, earlier.count(), size_of, block);
+        const auto size_of = [&](int j) { return j < earlier.count() ? earlier.size(j) : (double)by.size; };
+        const double near = exact::nearest_whole(slot / 2, slot % 2 == 1, part, earlier.count() + 1, size_of, block);
         const typename Rule::Number n = fma(whole + (typename Rule::Number)near, by.grid_scaled, (typename Rule::Number)0);
         rule.store(slot * LANES, e, n);
     }
@@ -75,7 +71,7 @@ FASTDP_INLINE void spend(const Rule &rule, const Past &past, int slot, const Poi
 // block is drawn and AHEAD while normals are made: more would not fit into the registers.
 template <class Rule, class Past>
 FASTDP_INLINE void whole_tile(const Rule &rule, Past &past, const Key &key, const Nonce &nonce, uint64_t counter) {
-    constexpr int PAIRS = SLOTS / 2, AHEAD = 3;
+    constexpr int AHEAD = 3;
     past.gather(key, counter);
     Loaded<Rule> loaded[PAIRS];
     loaded[0] = load_pair(rule, 0), loaded[1] = load_pair(rule, 1);

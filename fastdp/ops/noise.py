@@ -14,7 +14,7 @@ Generator: ChaCha20 (RFC 8439, section 2.3) with a 256-bit key; nonce = step, wi
 for; block counter from the element's global index. So noise does not depend on threads, chunks, sharding or
 device, and without the key no draw tells anything about another.
 
-Normals by Box & Muller (1958), two from two real numbers, of which the key stream gives the first 53 and 31 bits, and
+Normals by Box & Muller (1958), two from two real numbers, of which the key stream gives the first 36 and 27 bits, and
 32 more of each with every level, a block under the next tag. The radius is sqrt(-2 ln(1 - x)): x below 1 has no end.
 
 On the CPU the compiled kernel csrc/cpu/noise.cpp draws and adds in one pass: for float64 sums in double with an error
@@ -22,14 +22,13 @@ below 1e-13, for all others in float, each normal within 7e-7 of its pair's radi
 is rounded up there, by 1.2e-7 of it at most. Where the kernel is absent plain PyTorch does the same
 (`fastdp.ops.noise_reference`).
 
-Element i is one of the 12 normals of one block: with tile = i // 768, slot = i % 768 // 64, lane = i % 64 the
-block's counter is 64 * tile + lane. Slots 2p and 2p + 1 are radius * (cos, sin) angle of pair p in 0 .. 5, from words
-w of the block (no bit serves two pairs):
-    x = (2^21 w[p] + low) / 2^53; low: the lower 21 bits of w[12 + p] for p < 4; the upper 11 bits of w[12] and above
-        them the upper 10 of w[13] for p = 4; the same of w[14] and w[15] for p = 5
-    angle = pi (c + 1) / 2^32, c = w[6 + p] shifted left by one, as a signed number of 32 bits; its upper bit, shifted
-        out, turns the point by half a circle. The 1 stands for bits not drawn: half of what they can be
-    level l: words 2p and 2p + 1 of the block under the tag DOMAIN + l are the next bits of x and of c / 2
+Element i is one of the 16 normals of one block: with tile = i // 1024, slot = i % 1024 // 64, lane = i % 64 the
+block's counter is 64 * tile + lane. Slots 2p and 2p + 1 are radius * (cos, sin) angle of pair p in 0 .. 7, from two
+words of the block, w[p] and w[8 + p]:
+    x = (16 w[p] + low) / 2^36, low the lower 4 bits of w[8 + p]
+    angle = pi (c + 1/2) / 2^27, c its 27 bits above these as a signed number; the upper bit turns the point by half a
+        circle. The 1/2 stands for bits not drawn: half of what they can be
+    level l: words 2p and 2p + 1 of the block under the tag DOMAIN + l are the next bits of x and of c
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from torch import Tensor
 
 from .checks import MAX_STEP, check_earlier, check_out, refuse_graph, words_of
 from .common import DTYPES
-from .noise_reference import reference_normals, reference_release, rounded
+from .noise_reference import STREAM, reference_normals, reference_release, rounded
 from .registry import Kernel, cpp, cuda_cpp, define, native, triton
 from .updates import Draw
 
@@ -81,9 +80,9 @@ class Noise:
         self._key, self.step, self._process = bytes(key), step, os.getpid()
 
     def state(self) -> dict[str, Any]:
-        """Return {"key", "step"}, by which others can draw the noise of the coming steps."""
+        """Return {"key", "step", "stream"}, by which others can draw the noise of the coming steps."""
         self.handed_out = True
-        return {"key": self.key, "step": self.step}
+        return {"key": self.key, "step": self.step, "stream": STREAM}
 
     @property
     def secure(self) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .checks import MASK, words_of
 
-LANES, SLOTS = 64, 12  # blocks of a tile, normals of a block
+STREAM = 2  # of all definitions of what a key draws: 1 made 12 normals of a block
+LANES, SLOTS = 64, 16  # blocks of a tile, normals of a block
 TILE = LANES * SLOTS
 DOMAIN = 0x6E6F  # upper 16 bits of the nonce: this use of the key; a level of more bits is added to it
 SIGMA = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
@@ -46,7 +47,8 @@ def reference_noise(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The normals of the global indices offset .. offset + count - 1, to 1e-9 and not rounded to a grid: [count]."""
+    """The normals of the global indices offset .. offset + count - 1, by the first 64 bits of each pair and not rounded
+    to a grid: [count]."""
     out = torch.empty(count, dtype=dtype, device=device)
     for low, high, normal in reference_normals(count, words_of(key), step, offset, out.device):
         out[low:high] = normal
@@ -91,16 +93,16 @@ def reference_release(
         grids = given / unit
         whole = grids.round()
         part = grids - whole
-        v, limit, longest = part.clone(), torch.full_like(part, 0.5), torch.zeros_like(part)
+        v, limit = part.clone(), torch.full_like(part, 0.5)
         for of_step, share in zip(chunks, sizes, strict=True):
-            normal = reference_box_muller(of_step.words)  # [12, blocks]
+            normal = reference_box_muller(of_step.words)  # [16, blocks]
             radius = normal.view(SLOTS // 2, 2, -1).square().sum(1).sqrt().repeat_interleave(2, 0)
             v.add_(normal, alpha=share)
-            # what the angle's 32 bits leave, and those of x, of the smallest radii; above 6.4 they leave too much
-            limit -= 4e-6 * (abs(share) / size) + 1e-9 * abs(share) * radius
-            longest = torch.maximum(longest, radius) if share else longest
+            # what the angle's 28 bits leave, and the 36 of x: 2^-36 of it, by radius dr = dx / (1 - x)
+            off = 2e-8 * radius + 1.2 * 2.0**-36 * (radius.square() / 2).exp() / radius
+            limit -= abs(share) * off.masked_fill_(radius > 6.5, 1e9)
         near = v.round()
-        for slot, block in (((v - near).abs() > limit) | (longest > 6.4)).nonzero().tolist():
+        for slot, block in ((v - near).abs() > limit).nonzero().tolist():
             streams = [(of_step.key_stream(block), share) for of_step, share in zip(chunks, sizes, strict=True)]
             near[slot, block] = nearest_whole(streams, slot, float(part[slot, block]))
         factor = torch.tensor(scale, dtype=kind).double()
@@ -137,11 +139,11 @@ class _Chunk(NamedTuple):
     counter: int  # of the first block
 
     def in_order(self, slots: Tensor) -> Tensor:
-        """[12, blocks] -> [high - low], as the elements lie."""
+        """[16, blocks] -> [high - low], as the elements lie."""
         return slots.view(SLOTS, -1, LANES).transpose(0, 1).reshape(-1)[self.before :][: self.high - self.low]
 
     def of_slots(self, values: Tensor) -> Tensor:
-        """[count] of the whole range -> [12, blocks], zeros beyond this one."""
+        """[count] of the whole range -> [16, blocks], zeros beyond this one."""
         laid = values.new_zeros(self.words.size(1) * SLOTS)
         laid[self.before : self.before + self.high - self.low] = values[self.low : self.high]
         return laid.view(-1, SLOTS, LANES).transpose(0, 1).reshape(SLOTS, -1)
@@ -180,9 +182,8 @@ class KeyStream(NamedTuple):
 
     def first_bits(self, pair: int) -> _Bits:
         w = self.words
-        low = w[12 + pair] % 2**21 if pair < 4 else w[2 * pair + 4] >> 21 | w[2 * pair + 5] >> 22 << 11
-        turned, steps = divmod(w[6 + pair], 1 << 31)
-        return _Bits(w[pair] << 21 | low, steps - (1 << 31) if steps >> 30 else steps, turned)  # 53 and 31 bits
+        turned, steps = divmod(w[8 + pair] >> 4, 1 << 27)
+        return _Bits(w[pair] << 4 | w[8 + pair] % 16, steps - (1 << 27) if steps >> 26 else steps, turned)
 
     def level(self, number: int) -> list[int]:
         *before, last = self.key_and_nonce
@@ -218,12 +219,11 @@ def _rotate_left(x: Tensor, bits: int) -> Tensor:
 
 
 def reference_box_muller(words: Tensor) -> Tensor:
-    """Key stream to normals: int64 words [16, n] -> float64 [12, n], of six pairs as `fastdp.ops.noise` says."""
-    upper, circle, rest = words.split([6, 6, 4])
-    low = torch.cat([rest & (1 << 21) - 1, rest[0::2] >> 21 | rest[1::2] >> 22 << 11])  # [6, n]
-    radius = (upper << 21 | low).double().mul_(-(2.0**-53)).log1p_().mul_(-2).sqrt_()
-    twice = circle << 1 & MASK
-    angle = (twice - (twice >> 31 << 32) + 1).double() * (math.pi * 2.0**-32)
+    """Key stream to normals: int64 words [16, n] -> float64 [16, n], of eight pairs as `fastdp.ops.noise` says."""
+    upper, circle = words.split(8)
+    radius = (upper << 4 | circle & 15).double().mul_(-(2.0**-36)).log1p_().mul_(-2).sqrt_()
+    steps = circle >> 4 & (1 << 27) - 1
+    angle = (2 * (steps - (steps >> 26 << 27)) + 1).double() * (math.pi * 2.0**-28)
     radius = torch.where(circle >> 31 == 1, -radius, radius)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], 1).flatten(0, 1)
 
@@ -250,7 +250,7 @@ def nearest_whole(streams: Sequence[tuple[KeyStream, float]], slot: int, part: f
 
 @dataclasses.dataclass
 class _Bits:
-    """What is drawn of a pair: x in units of 2^-53, the angle in 2^-31 half circles, each times 2^(32 levels)."""
+    """What is drawn of a pair: x in units of 2^-36, the angle in 2^-27 half circles, each times 2^(32 levels)."""
 
     x: int
     around: int
@@ -259,14 +259,14 @@ class _Bits:
     def normal(self, level: int, odd: bool) -> tuple[Decimal, Decimal]:
         """A normal of the pair in the present context, and how far off it may be."""
         error, finest = Decimal(10) ** (10 - decimal.getcontext().prec), Decimal(2) ** (-32 * level)
-        left = Decimal((1 << 53 + 32 * level) - self.x) * finest  # 1 - x in units of 2^-53
-        radius = (-2 * (left / 2**53).ln()).sqrt()
-        y = Decimal(self.around) * finest / 2**31  # half circles
+        left = Decimal((1 << 36 + 32 * level) - self.x) * finest  # 1 - x in units of 2^-36
+        radius = (-2 * (left / 2**36).ln()).sqrt()
+        y = Decimal(self.around) * finest / 2**27  # half circles
         value = (-radius if self.turned else radius) * (_sine(y) if odd else _sine(y + Decimal("0.5")))
         if left <= finest:
             return value, Decimal("Infinity")
         log_off = 2 * finest / (left - finest) + error
-        return value, 2 * log_off / (radius + log_off.sqrt()) + radius * 7 * finest / 2**32 + error
+        return value, 2 * log_off / (radius + log_off.sqrt()) + radius * 7 * finest / 2**28 + error
 
 
 def _sine(half_circles: Decimal) -> Decimal:

@@ -15,6 +15,7 @@ from ..accounting import History
 from ..accounting.runs import finite, run_of, whole
 from ..accounting.used_draws import UsedDraws
 from ..errors import StepError
+from ..ops.noise_reference import STREAM
 from ..utils.code_location import frames
 from . import moment_checks
 from .private_step import PrivateStep
@@ -22,6 +23,10 @@ from .private_step import PrivateStep
 _OTHER_MOMENT = (
     "noise_state() is of noised step {noise}, state_dict() of step {state}: noise that was drawn for other sums would "
     "be drawn again. Save both at the same moment, or leave load_noise_state out."
+)
+_OTHER_STREAM = (
+    "noise_state() is of another version of fastdp, which drew other normals by the same key. Leave load_noise_state "
+    "out: the run goes on with a new key, and correlated noise begins anew."
 )
 _QUANTILE = "quantile"  # of adaptive clipping: its settings; where it is now is the clipping norm
 
@@ -158,6 +163,8 @@ def load_noise(privacy: PrivateStep, state: Any) -> None:
     """Load a `noise_state()`. Raises StepError if it is none, or of another moment than the state that was loaded."""
     if not isinstance(state, dict) or not {"key", "step"} <= state.keys():
         raise StepError("this is no noise_state() of a fastdp optimizer")
+    if state.get("stream") != STREAM:
+        raise StepError(_OTHER_STREAM)
     noise, mechanism = privacy.noise, privacy.mechanism
     if noise.saved_at is not None and noise.saved_at[1] == noise.step and noise.saved_at[0] != state["step"]:
         raise StepError(_OTHER_MOMENT.format(noise=state["step"], state=noise.saved_at[0]))

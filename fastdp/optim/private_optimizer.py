@@ -271,7 +271,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return "group" if self._accounted().unit.grouped else "record"
 
     def noise_state(self) -> dict[str, Any]:
-        """Return {"key", "step"}, which determine the noise of the coming steps, so that a run can resume exactly.
+        """Return {"key", "step", "stream"}, which determine the noise of the coming steps: a run can resume exactly.
 
         Anyone who has the key can remove the noise from every released step. Keep it as secret as the data, apart from
         the model's checkpoints, and delete it when the run is over.

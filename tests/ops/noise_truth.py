@@ -18,7 +18,7 @@ KEY = bytes(range(32))
 PAIRS = SLOTS // 2
 # The compiled kernel computes normals of float32 and 16-bit data in float: within 7e-7 of their pair's radius.
 SINGLE_ERROR = 7e-7
-LONGEST = math.sqrt(2 * math.log(2) * 53)  # radius
+LONGEST = math.sqrt(2 * math.log(2) * 36)  # radius
 
 
 def draw(count: int, key: bytes = KEY, step: int = 0, offset: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,7 +67,7 @@ def blocks(backend: str, state: list[int]) -> Tensor:
 
 
 def box_muller(backend: str, words: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[16, 64] int64 -> [12, 64] float64, computed in dtype by the compiled kernel."""
+    """[16, 64] int64 -> [16, 64] float64, computed in dtype by the compiled kernel."""
     if backend == "reference":
         return noise_reference.reference_box_muller(words)
     out = torch.full((SLOTS, LANES), math.nan, dtype=dtype)
@@ -127,7 +127,7 @@ def scalar_block(state: list[int]) -> list[int]:
 
 def scalar_normal(i: int, key: bytes, step: int) -> float:
     """Element i as the documentation defines it."""
-    tile, slot, lane = i // 768, i % 768 // 64, i % 64
+    tile, slot, lane = i // 1024, i % 1024 // 64, i % 64
     nonce = step + (0x6E6F << 48)
     counter = 64 * tile + lane
     head = struct.unpack("<4I", b"expand 32-byte k")
@@ -136,31 +136,24 @@ def scalar_normal(i: int, key: bytes, step: int) -> float:
 
 
 def bits_of(w: list[int], pair: int) -> tuple[int, int]:
-    """x in units of 2^-53 and the word of the circle, of a block's words."""
-    if pair < 4:
-        low = w[12 + pair] % 2**21
-    else:
-        a, b = w[2 * pair + 4 : 2 * pair + 6]
-        low = a // 2**21 + b // 2**22 * 2**11
-    return w[pair] * 2**21 + low, w[6 + pair]
+    """x in units of 2^-36 and the upper 28 bits of the circle's word, of a block's words."""
+    circle, low = divmod(w[8 + pair], 16)
+    return w[pair] * 16 + low, circle
 
 
 def scalar_pair(w: list[int], pair: int) -> tuple[float, float]:
     """Two normals of a block's words, by libm."""
     x, circle = bits_of(w, pair)
-    radius = math.sqrt(-2 * math.log1p(-x / 2**53))
-    turned, steps = divmod(circle, 2**31)
-    signed = steps - 2**31 if steps >= 2**30 else steps
-    angle = math.pi * (2 * signed + 1) / 2**32
+    radius = math.sqrt(-2 * math.log1p(-x / 2**36))
+    turned, steps = divmod(circle, 2**27)
+    signed = steps - 2**27 if steps >= 2**26 else steps
+    angle = math.pi * (2 * signed + 1) / 2**28
     return (-1) ** turned * radius * math.cos(angle), (-1) ** turned * radius * math.sin(angle)
 
 
 def block_of(high: Tensor, low: Tensor, circle: Tensor) -> Tensor:
-    """The words of blocks whose pairs have these bits: each [6, n] int64 -> [16, n]."""
-    rest = low[:4].clone()
-    rest[0::2] |= (low[4:] & 0x7FF) << 21
-    rest[1::2] |= low[4:] >> 11 << 22
-    return torch.cat([high, circle, rest])
+    """The words of blocks whose pairs have 32 and 4 bits of x and 28 of the circle: each [8, n] int64 -> [16, n]."""
+    return torch.cat([high, circle << 4 | low])
 
 
 # ---------------------------------------------------------------------- statistics

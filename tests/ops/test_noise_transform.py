@@ -20,7 +20,7 @@ from .noise_truth import LONGEST, NATIVE, PAIRS, SINGLE_ERROR, block_of, box_mul
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = pytest.mark.parametrize("backend", CPU, indirect=True)
-TOP, HALF, LOW = MASK, 1 << 31, (1 << 21) - 1
+TOP, HALF, LOW, POINTS = MASK, 1 << 31, 15, 1 << 28
 
 
 def random_words(count: int, seed: int) -> Tensor:
@@ -41,11 +41,17 @@ def test_transform_is_accurate_on_ordinary_and_extreme_bits(backend: str) -> Non
 def extreme_words() -> Tensor:
     """[n, 16, 64]: x = 0 and next to it, the largest x, powers of two and 1/2 from both sides; angles likewise."""
     radii = (
-        [(0, 1 << k) for k in range(21)] + [(1 << k, 0) for k in range(32)] + [((1 << k) - 1, LOW) for k in range(33)]
+        [(0, 1 << k) for k in range(4)] + [(1 << k, 0) for k in range(32)] + [((1 << k) - 1, LOW) for k in range(33)]
     )
-    radii += [(TOP - (1 << k), 5) for k in range(32)] + [(TOP, LOW - (1 << k)) for k in range(21)] + [(0, 0), (TOP, 0)]
+    radii += [(TOP - (1 << k), 5) for k in range(32)] + [(TOP, LOW - (1 << k)) for k in range(4)] + [(0, 0), (TOP, 0)]
     radii += [(HALF, 0), (HALF - 1, LOW), (HALF, 1), (3 << 30, 0), ((3 << 30) - 1, LOW), (1 << 30, 0)]
-    angles = [0, TOP, HALF, HALF - 1, HALF // 2, HALF // 2 - 1, 3 * HALF // 2, 3 * HALF // 2 - 1, 1, HALF + 1, 77]
+    angles = [POINTS * k // 4 - below for k in range(1, 5) for below in (0, 1)][:-2] + [
+        0,
+        POINTS - 1,
+        1,
+        POINTS // 2 + 1,
+        77,
+    ]
     rows = torch.tensor([(*r, a) for r in radii for a in angles])  # [n, 3]
     rows = torch.cat([rows, rows[: -len(rows) % (PAIRS * LANES)]]).view(-1, PAIRS, LANES, 3)
     return torch.stack([block_of(*some.unbind(-1)) for some in rows])
@@ -53,10 +59,10 @@ def extreme_words() -> Tensor:
 
 @ON_CPU
 def test_no_bit_of_the_key_stream_reaches_two_pairs(backend: str) -> None:
-    """Where x is small, each of its bits moves the radius; two of 512 bits are not used."""
+    """Where x is small, each of its bits moves the radius."""
     generator = torch.Generator().manual_seed(5)
     low = torch.randint(1, LOW, (PAIRS, 1), generator=generator)
-    circle = torch.randint(0, 2**32, (PAIRS, 1), generator=generator)
+    circle = torch.randint(0, POINTS, (PAIRS, 1), generator=generator)
     block = block_of(torch.zeros(PAIRS, 1, dtype=torch.int64), low, circle).repeat(1, LANES)
     before = box_muller(backend, block)
     reached = []
@@ -66,8 +72,7 @@ def test_no_bit_of_the_key_stream_reaches_two_pairs(backend: str) -> None:
             changed[(first + lane) // 32, lane] ^= 1 << (first + lane) % 32
         moved = (box_muller(backend, changed) != before).view(PAIRS, 2, LANES).any(1)
         reached += moved.sum(0).tolist()
-    assert [k for k, pairs in enumerate(reached) if pairs != 1] == [13 * 32 + 21, 15 * 32 + 21]
-    assert reached[13 * 32 + 21] == reached[15 * 32 + 21] == 0
+    assert reached == [1] * 512
 
 
 @pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
@@ -107,7 +112,7 @@ def test_every_float_keeps_the_bounds_that_the_kernel_relies_on(tmp_path: Path) 
     unit = (
         2.0**-24
     )  # of rounding x to a float, which moves the radius by 0.72 of it; the angle, by pi / 2; two products
-    assert radius + max(cosine, sine) + (0.72 / 2 + math.pi / 4 + 2) * unit + 1e-9 < 6e-7
+    assert radius + max(cosine, sine) + (0.72 / 2 + math.pi / 4 + 2) * unit + 1.2e-8 < 6e-7
 
 
 @pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
@@ -127,14 +132,14 @@ def test_transform_has_the_same_bits_on_every_instruction_set(dtype: torch.dtype
 
 
 @ON_CPU
-def test_tail_reaches_beyond_8_sigma_and_is_fine_there(backend: str) -> None:
-    left = torch.arange(LANES).repeat(PAIRS, 1)  # 1 - x = 1, 2, ... 64 times 2^-53
-    circle = torch.zeros_like(left)  # angle pi 2^-32: the even slots are the radius
-    circle[0, 1] = HALF  # turned
-    words = block_of(torch.full_like(left, TOP), LOW - left, circle)
+def test_tail_reaches_beyond_7_sigma_and_is_fine_there(backend: str) -> None:
+    left = torch.arange(LANES).repeat(PAIRS, 1)  # 1 - x = 1, 2, ... 64 times 2^-36
+    circle = torch.zeros_like(left)  # angle pi 2^-28: the even slots are the radius
+    circle[0, 1] = POINTS // 2  # turned
+    words = block_of(TOP - left // 16, LOW - left % 16, circle)
     radii = box_muller(backend, words)[0::2]
-    expected = [math.sqrt(2 * math.log(2) * 53 - 2 * math.log(k + 1)) for k in range(LANES)]
-    assert float(radii[0, 0]) == pytest.approx(8.5717, abs=1e-4) == LONGEST
+    expected = [math.sqrt(2 * math.log(2) * 36 - 2 * math.log(k + 1)) for k in range(LANES)]
+    assert float(radii[0, 0]) == pytest.approx(7.0645, abs=1e-4) == LONGEST
     assert float(radii[0, 1]) == pytest.approx(-expected[1], abs=1e-12)
     wanted = torch.tensor(expected, dtype=torch.float64).expand(PAIRS, LANES)
     torch.testing.assert_close(radii.abs(), wanted, rtol=0, atol=1e-12)
@@ -145,19 +150,20 @@ def test_tail_reaches_beyond_8_sigma_and_is_fine_there(backend: str) -> None:
 @ON_CPU
 def test_the_smallest_radius_is_zero_not_nan_and_the_next_is_not_zero(backend: str) -> None:
     left = torch.arange(LANES).repeat(PAIRS, 1)
-    words = block_of(torch.zeros_like(left), left, torch.zeros_like(left))
+    words = block_of(left // 16, left % 16, torch.zeros_like(left))
     for dtype in (torch.float32, torch.float64):
         radii = box_muller(backend, words, dtype)[0::2]
-        expected = (left.double() * 2.0**-52).sqrt()  # of small x
+        expected = (left.double() * 2.0**-35).sqrt()  # of small x
         torch.testing.assert_close(radii, expected, rtol=SINGLE_ERROR, atol=0)
 
 
 @ON_CPU
 def test_no_coordinate_is_zero_by_its_angle(backend: str) -> None:
-    """Next to the axes: 2^-32 of half a circle off them, in double."""
-    circle = torch.tensor([0, HALF - 1, HALF // 2, HALF // 2 - 1]).repeat(PAIRS, LANES // 4)
+    """Next to the axes: 2^-28 of half a circle off them, in double."""
+    quarter = POINTS // 4
+    circle = torch.tensor([0, 2 * quarter - 1, quarter, quarter - 1]).repeat(PAIRS, LANES // 4)
     words = block_of(torch.full_like(circle, HALF), torch.zeros_like(circle), circle)
     normals = box_muller(backend, words).view(PAIRS, 2, LANES)
     radius = math.sqrt(2 * math.log(2))
     nearest = normals.abs().min(1).values
-    torch.testing.assert_close(nearest, torch.full_like(nearest, radius * math.pi * 2.0**-32), rtol=1e-5, atol=0)
+    torch.testing.assert_close(nearest, torch.full_like(nearest, radius * math.pi * 2.0**-28), rtol=1e-5, atol=0)

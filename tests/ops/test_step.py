@@ -102,7 +102,7 @@ def test_earlier_steps_by_each_instruction_set(check: Callable[[checks.On], None
 @pytest.mark.parametrize("past", [{}, past_checks.options(past_checks.FOUR)], ids=["alone", "correlated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_threads_and_instruction_sets_change_no_bit(dtype: torch.dtype, past: dict[str, Any]) -> None:
-    params, offsets = checks.problem(dtype, "cpu", [(150_001,), (3,), (0,), (70_000,), (767,), (769,)])
+    params, offsets = checks.problem(dtype, "cpu", [(150_001,), (3,), (0,), (70_000,), (1023,), (1025,)])
     sums, module = checks.sums_like(params, 1), native()
     best = module.instruction_set()  # type: ignore[union-attr]
     try:

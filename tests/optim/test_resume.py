@@ -81,9 +81,11 @@ def test_states_of_other_things_are_refused():
     for wrong in ({"key": bytes(32)}, None):
         with pytest.raises(StepError, match="noise_state"):
             optimizer.load_noise_state(wrong)
+    with pytest.raises(StepError, match="another version"):
+        optimizer.load_noise_state({"key": bytes(32), "step": 0})
     for state in ({"key": b"short", "step": 0}, {"key": bytes(32), "step": -1}, {"key": bytes(32), "step": True}):
         with pytest.raises(ValueError):
-            optimizer.load_noise_state(state)
+            optimizer.load_noise_state({**optimizer.noise_state(), **state})
     assert optimizer.noise_state()["key"] not in str(optimizer.state_dict()).encode()
 
 
