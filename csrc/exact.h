@@ -87,49 +87,33 @@ EXACTLY double first_of(double a) { return a; }
 EXACTLY double first_of(Two a) { return a.high; }
 EXACTLY double rest_of(double) { return 0; }
 EXACTLY double rest_of(Two a) { return a.low; }
-EXACTLY void set(double &to, double a, double) { to = a; }
-EXACTLY void set(Two &to, double a, double b) { to = Two(a, b); }
 
 // ---------------------------------------------------------------- functions
 
+// A bound of all errors, relative to what is computed.
 template <class Real>
-struct Accuracy;
-template <>
-struct Accuracy<double> {  // terms of the series below, and a bound of all errors, relative to what is computed
-    static constexpr int LOGARITHM = 10, CIRCLE = 11;
-    static constexpr double ERROR = 0x1p-46;
-};
-template <>
-struct Accuracy<Two> {
-    static constexpr int LOGARITHM = 21, CIRCLE = 17;
-    static constexpr double ERROR = 0x1p-92;
-};
+constexpr double ERROR = sizeof(Real) == sizeof(double) ? 0x1p-46 : 0x1p-92;
 
-// -2 ln(u 2^-36), u > 0: -2 ln m = -4 atanh((m - 1) / (m + 1)), m in [sqrt(1/2), sqrt(2)]
-template <class Real>
-EXACTLY Real minus_two_log(Real u) {
+// -2 ln(u 2^-36), u > 0
+EXACTLY double minus_two_log(double u) { return -2 * log(u * 0x1p-36); }
+EXACTLY Two minus_two_log(Two u) {  // -2 ln m = -4 atanh((m - 1) / (m + 1)), m in [sqrt(1/2), sqrt(2)]
     int exponent;
-    double m = frexp(first_of(u), &exponent);
+    double m = frexp(u.high, &exponent);
     if (m < 0.7071067811865476) m *= 2, exponent -= 1;
-    const double power = ldexp(1.0, -exponent);
-    Real mantissa, ln2;
-    set(mantissa, m, rest_of(u) * power), set(ln2, LN2, LN2_REST);
-    const Real t = (mantissa + Real(-1)) / (mantissa + Real(1)), square = t * t;
-    Real series = Real(0);
-    for (int k = Accuracy<Real>::LOGARITHM; k-- > 0;) series = series * square + Real(1) / Real(2 * k + 1);
-    return ln2 * Real(-2.0 * (exponent - 36)) + t * series * Real(-4);
+    const Two mantissa(m, u.low * ldexp(1.0, -exponent)), t = (mantissa + Two(-1)) / (mantissa + Two(1)), square = t * t;
+    Two series;
+    for (int k = 21; k-- > 0;) series = series * square + Two(1) / Two(2 * k + 1);
+    return Two(LN2, LN2_REST) * Two(-2.0 * (exponent - 36)) + t * series * Two(-4);
 }
 
-// cos(pi y) or sin(pi y), |y| <= 1/2, by their series
-template <class Real>
-EXACTLY Real circle(Real y, bool sine) {
-    Real pi;
-    set(pi, PI, PI_REST);
-    const Real x = pi * y, square = x * x;
-    Real series = Real(1);
-    for (int k = Accuracy<Real>::CIRCLE; k > 0; --k) {
+// cos(pi y) or sin(pi y), |y| <= 1/2
+EXACTLY double circle(double y, bool sine) { return sine ? sin(PI * y) : cos(PI * y); }
+EXACTLY Two circle(Two y, bool sine) {  // by their series
+    const Two x = Two(PI, PI_REST) * y, square = x * x;
+    Two series(1);
+    for (int k = 17; k > 0; --k) {
         const double below = sine ? 2.0 * k * (2 * k + 1) : (2.0 * k - 1) * (2 * k);
-        series = Real(1) + square * series / Real(-below);
+        series = Two(1) + square * series / Two(-below);
     }
     return sine ? x * series : series;
 }
@@ -150,7 +134,7 @@ struct Total {
 template <class Real>
 EXACTLY void add_normal(Total<Real> &total, const Bits &bits, const uint32_t *x, const uint32_t *around, int levels,
                         double size, int count) {
-    const double ERROR = Accuracy<Real>::ERROR * (1 + 0.03125 * (count - 1));  // each sum rounds
+    const double error = ERROR<Real> * (1 + 0.03125 * (count - 1));  // each sum rounds
     const double finest = ldexp(1.0, -32 * levels);  // of a bit of x: in units of 2^-36
     Real u = Real((double)((1ull << 36) - bits.x));
     Real y = Real((double)(int32_t)(bits.circle << 5) * 0x1p-32);
@@ -164,9 +148,9 @@ EXACTLY void add_normal(Total<Real> &total, const Bits &bits, const uint32_t *x,
     total.v = turned * circle(y, bits.odd) * Real(size) + total.v;
     // how far off `log` may be: by arithmetic, and as x may be greater by one of its finest bits
     const double r = first_of(radius);
-    const double log_off = ERROR * (first_of(log) + 1) + 2.0000001 * finest / (first_of(u) - finest);
+    const double log_off = error * (first_of(log) + 1) + 2.0000001 * finest / (first_of(u) - finest);
     const double radius_off = 2 * log_off / (r + sqrt(log_off));
-    total.off += 1.0000001 * fabs(size) * (radius_off + r * (ERROR + 7 * finest * 0x1p-28));
+    total.off += 1.0000001 * fabs(size) * (radius_off + r * (error + 7 * finest * 0x1p-28));
 }
 
 // NaN where a half-integer may lie between.
@@ -189,7 +173,7 @@ EXACTLY Bits bits_of(const uint32_t *words, int pair, bool odd) {
 template <class Real, class Sizes, class Block>
 EXACTLY double nearest_by(int levels, int pair, bool odd, double part, int count, const Sizes &size_of,
                           const Block &block) {
-    Total<Real> total = {Real(part), Accuracy<Real>::ERROR * (1 + 0.03125 * (count - 1))};  // each sum rounds
+    Total<Real> total = {Real(part), ERROR<Real> * (1 + 0.03125 * (count - 1))};
     for (int j = 0; j < count; ++j) {
         uint32_t x[LEVELS], around[LEVELS], words[16];
         for (int level = 0; level < levels; ++level) {

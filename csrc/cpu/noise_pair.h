@@ -21,10 +21,10 @@ struct Released {
     Open open;
 };
 
-// Less than 0 where a radius is out of reach, else large.
+// Large where a radius is out of reach, else less than 0.
 template <class Numbers, class T>
-INLINE Numbers within(Numbers radius, const Reach<T> &reach) {
-    return fma(size_of(radius - all_of(reach.middle)), all_of((T)-1e9), all_of(reach.half * (T)1e9));
+INLINE Numbers beyond_reach(Numbers radius, const Reach<T> &reach) {
+    return fma(size_of(radius - all_of(reach.middle)), all_of((T)1e9), all_of(reach.half * (T)-1e9));
 }
 
 // Blocks of the key stream with one counter, W of them (noise_tile.h).
@@ -112,7 +112,7 @@ struct Pair<double> {
     }
     // As in Pair<float>, but arithmetic is off by 1e-13 only.
     INLINE Real limit(const Amounts<double> &by) const {
-        return smaller(fma(r * real(by.size), real(-2e-8), real(0.5 - 2e-5)), within(r, by.reach));
+        return real(0.5 - 2e-5) - larger(r * real(by.size) * real(2e-8), beyond_reach(r, by.reach));
     }
 };
 
@@ -165,7 +165,7 @@ struct Pair<float> {
     // (1.2e-7 the radius, 1.4e-7 the circle, over all floats; rounding x, y, two products), and the angle's 28 bits leave
     // 1.2e-8. 2e-5: rounding the limit, and what x leaves of a radius within reach.
     INLINE Single limit(const Amounts<float> &by) const {
-        return smaller(fma(r * single(by.size), single(-6e-7f), single(0.5f - 2e-5f)), within(r, by.reach));
+        return single(0.5f - 2e-5f) - larger(r * single(by.size) * single(6e-7f), beyond_reach(r, by.reach));
     }
 };
 
@@ -209,7 +209,7 @@ INLINE void spend(const uint32_t *words, int pair, const Tile<T> &tile, int lane
         put(even + l, fma(p.turned, p.cosine, numbers_at(even + l)));
         put(odd + l, fma(p.turned, p.sine, numbers_at(odd + l)));
         const auto off = fma(p.r, all_of(share.per_radius), numbers_at(doubt + l));
-        put(doubt + l, larger(off, -within(p.r, share.reach)));
+        put(doubt + l, larger(off, beyond_reach(p.r, share.reach)));
     }
 }
 

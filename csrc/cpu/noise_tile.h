@@ -18,6 +18,7 @@ alignas(64) constexpr uint32_t numbers[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,
 template <int HALVES>
 struct Halves {
     V part[HALVES];
+    Halves() = default;
     INLINE Halves(uint32_t x) {
         for (V &each : part) each = V{} + x;
     }
@@ -42,6 +43,8 @@ struct Halves {
     FASTDP_MIX(x0, x5, x15, n), FASTDP_MIX(x1, x6, x12, n), FASTDP_MIX(x2, x7, x13, n), FASTDP_MIX(x3, x4, x14, n)
 #define FASTDP_DIAGONALS_2(n) \
     FASTDP_MIX(x10, x15, x5, n), FASTDP_MIX(x11, x12, x6, n), FASTDP_MIX(x8, x13, x7, n), FASTDP_MIX(x9, x14, x4, n)
+#define FASTDP_COLUMNS FASTDP_COLUMNS_1(16), FASTDP_COLUMNS_2(12), FASTDP_COLUMNS_1(8), FASTDP_COLUMNS_2(7)
+#define FASTDP_DIAGONALS FASTDP_DIAGONALS_1(16), FASTDP_DIAGONALS_2(12), FASTDP_DIAGONALS_1(8), FASTDP_DIAGONALS_2(7)
 
 // Fetches the elements of the tile after the next, in case they lie behind this one (addresses as numbers, not pointers:
 // they may lie outside of the arrays): a group's share of the lines, two a pair, in the order of memory, which the
@@ -94,15 +97,9 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
             x12 ^= x0, x12.turn(16);
             FASTDP_MIX(x8, x12, x4, 12), FASTDP_MIX(x0, x4, x12, 8), FASTDP_MIX(x8, x12, x4, 7);
         } else {
-            FASTDP_COLUMNS_1(16);
-            FASTDP_COLUMNS_2(12);
-            FASTDP_COLUMNS_1(8);
-            FASTDP_COLUMNS_2(7);
+            FASTDP_COLUMNS;
         }
-        FASTDP_DIAGONALS_1(16);
-        FASTDP_DIAGONALS_2(12);
-        FASTDP_DIAGONALS_1(8);
-        FASTDP_DIAGONALS_2(7);
+        FASTDP_DIAGONALS;
         for (int half = 0; SPEND && half < HALVES; ++half) {
             between(i, words + 16 * W * half, tile, lane + W * half, by, update);
         }
@@ -114,27 +111,25 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
     }
 }
 
-// Word k of lane l's block lies at words[k * W + l]. states: without the counter, which is `block` for all.
+// Word k of lane l's block lies at words[k * W + l]. states: of one key, without the counter, which is `block` for all.
 inline void blocks_of(const uint32_t *const *states, int level, int64_t block, uint32_t *words) {
-    alignas(64) uint32_t given[16][W];
+    typedef Halves<1> H;
+    H start[16] = {};
+    for (int k = 0; k < 12; ++k) start[k] = H(states[0][k]);
+    start[12] = H((uint32_t)block), start[13] = H((uint32_t)((uint64_t)block >> 32));
     for (int l = 0; l < W; ++l) {
-        for (int k = 0; k < 16; ++k) given[k][l] = states[l][k];
-        given[12][l] = (uint32_t)block, given[13][l] = (uint32_t)((uint64_t)block >> 32);
-        given[15][l] += (uint32_t)level << 16;  // of the upper half of the nonce
+        start[14].part[0][l] = states[l][14];
+        start[15].part[0][l] = states[l][15] + ((uint32_t)level << 16);  // of the upper half of the nonce
     }
-    V x[16];
-    std::memcpy(x, given, sizeof(x));
-    const auto mix = [&x](int a, int b, int d, int n) {
-        x[a] += x[b], x[d] ^= x[a], x[d] = x[d] << n | x[d] >> (32 - n);
-    };
-    for (int round = 0; round < 20; ++round) {
-        for (int a = 0; a < 4; ++a) {
-            const int turn = round % 2, b = 4 + (a + turn) % 4, c = 8 + (a + 2 * turn) % 4, d = 12 + (a + 3 * turn) % 4;
-            mix(a, b, d, 16), mix(c, d, b, 12), mix(a, b, d, 8), mix(c, d, b, 7);
-        }
+    H x0 = start[0], x1 = start[1], x2 = start[2], x3 = start[3], x4 = start[4], x5 = start[5], x6 = start[6];
+    H x7 = start[7], x8 = start[8], x9 = start[9], x10 = start[10], x11 = start[11], x12 = start[12], x13 = start[13];
+    H x14 = start[14], x15 = start[15];
+    for (int i = 0; i < 10; ++i) {
+        FASTDP_COLUMNS;
+        FASTDP_DIAGONALS;
     }
-    for (int k = 0; k < 16; ++k) x[k] += *(const V *)given[k];
-    std::memcpy(words, x, sizeof(x));
+    const H *rows[16] = {&x0, &x1, &x2, &x3, &x4, &x5, &x6, &x7, &x8, &x9, &x10, &x11, &x12, &x13, &x14, &x15};
+    for (int k = 0; k < 16; ++k) ((V *)words)[k] = rows[k]->part[0] + start[k].part[0];
 }
 
 // ---------------------------------------------------------------- many tiles
