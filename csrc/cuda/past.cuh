@@ -18,6 +18,7 @@ struct alignas(16) Earlier {
 
 // Independent noise.
 struct NoPast {
+    static constexpr int AHEAD = 3;
     struct Options {};
     struct Draws {
         FASTDP_INLINE int count() const { return 0; }
@@ -49,6 +50,7 @@ struct PastOptions {
 template <typename Number>
 class Past {
   public:
+    static constexpr int AHEAD = 2;
     using Options = PastOptions<Number>;
     struct Draws {
         const Earlier *table;

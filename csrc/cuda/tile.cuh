@@ -68,17 +68,17 @@ FASTDP_INLINE void spend(const Rule &rule, const Past &past, int slot, const Poi
 }
 
 // A tile that lies inside the array: what a pair reads is asked for well before it is needed, two of them before the
-// block is drawn and AHEAD while normals are made: more would not fit into the registers.
+// block is drawn and Past::AHEAD while normals are made: more would not fit into the registers.
 template <class Rule, class Past>
 FASTDP_INLINE void whole_tile(const Rule &rule, Past &past, const Key &key, const Nonce &nonce, uint64_t counter) {
-    constexpr int AHEAD = 3;
+    constexpr int AHEAD = Past::AHEAD;
     past.gather(key, counter);
     Loaded<Rule> loaded[PAIRS];
     loaded[0] = load_pair(rule, 0), loaded[1] = load_pair(rule, 1);
     uint32_t words[16];
     unsigned open = 0;
     chacha20_block(key, nonce, counter, words);
-    loaded[2] = load_pair(rule, 2);
+    if (AHEAD > 2) loaded[2] = load_pair(rule, 2);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
         Point<typename Rule::Number> point;
