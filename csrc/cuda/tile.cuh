@@ -29,7 +29,7 @@ FASTDP_INLINE Loaded<Rule> load_pair(const Rule &rule, int pair) {
     return {rule.load(2 * pair * LANES), rule.load((2 * pair + 1) * LANES)};
 }
 
-// The elements of this thread whose bit in `open` is set, by more of the key stream's bits. Few: of 16, one in 300.
+// The elements of this thread whose bit in `open` is set, by more of the key stream's bits. Few: of 16, one in 200.
 template <class Rule, class Draws>
 static __device__ __noinline__ void settle(Rule rule, Draws earlier, const Key &key, Nonce nonce, uint64_t counter,
                                            unsigned open) {

@@ -134,11 +134,11 @@ def node_number() -> int:
         return _number_of(torch.zeros((), requires_grad=True).view(()).grad_fn)
 
 
-def left_behind(moment: Generation) -> bool:
-    """Whether a tensor lives that carries samples of forwards after this moment."""
+def left_behind(moment: Generation) -> list[Tensor]:
+    """The tensors that carry samples of forwards after this moment."""
     # (isinstance would ask each object for its __class__, which may be code of others)
     living = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-    return any((found := generation_of(each)) is not None and found.number > moment.number for each in living)
+    return [each for each in living if (found := generation_of(each)) is not None and found.number > moment.number]
 
 
 def _layout_of(tensor: Tensor, batch: int) -> Layout | None:

@@ -44,8 +44,8 @@ _UNSEEN = (
     "parameters and buffers (a number kept outside of the modules, say): pass it as an argument"
 )
 _NOT_RETURNED = (
-    "the forward leaves tensors behind that it does not return, in a list or a class, perhaps, for the loss to take: a "
-    "replay would not make them. Return them"
+    "the forward leaves tensors behind that it does not return, of shapes {shapes}, in a list or a class, perhaps, for "
+    "the loss to take: a replay would not make them. Return them"
 )
 _SHAPES = 256  # of which it is noted how often they are met
 
@@ -239,8 +239,8 @@ class GraphedForwards:
                 for kind in (LossReductionWarning, BatchReadWarning):  # of the loss of a recording
                     warnings.simplefilter("ignore", kind)
                 program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
-            if left_behind(before) and gc.collect() >= 0 and left_behind(before):
-                raise GraphError(_NOT_RETURNED)
+            if left_behind(before) and gc.collect() >= 0 and (left := left_behind(before)):
+                raise GraphError(_NOT_RETURNED.format(shapes=", ".join(str(list(each.shape)) for each in left[:3])))
         except StaleExample:
             shape.example = None
             raise
