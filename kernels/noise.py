@@ -44,8 +44,8 @@ TILES = 2  # of a program
 def limit_of(turned, size):
     """How far from a whole number part + size * N may be, or it is open what is next; `turned` times size already."""
     radius = tl.abs(turned)
-    known = (radius >= SMALLEST * size) & (radius <= LARGEST * size)
-    return tl.where(known, 0.5 - LEFT_OPEN - 9e-7 * radius, -1.0)
+    known = (radius >= size * SMALLEST) & (radius <= size * LARGEST)
+    return tl.where(known, radius * -9e-7 + (0.5 - LEFT_OPEN), -1.0)
 
 
 @triton.jit
