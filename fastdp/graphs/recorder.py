@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -88,11 +88,48 @@ def _keeps_places(tensor: Tensor, size: Sequence[int], stride: Sequence[int], of
     return alike and tuple(size) == tensor.shape and offset in (None, tensor.storage_offset())
 
 
+_LEAVES = "{what} in the forward: what a step leaves there for the next is not replayed"
+
+
 def memory_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory (of a sparse one, which no recording takes: its own)."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call of the dispatcher writes to."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_of(kwargs.get(argument.name, args[place] if place < len(args) else None))
+    return found
+
+
+class KeepsParameters(TorchDispatchMode):
+    """Within it, what writes to a parameter raises GraphError before it does: a recording calls the forward more often
+    than the user, and no copy of frozen parameters, which an average may be kept in, is at hand."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        super().__init__()
+        plain = {name: t for name, t in held.items() if type(t) is nn.Parameter and t.layout is torch.strided}
+        self._lie = {name: (each, each.detach()) for name, each in plain.items()}
+        self._names = {memory_of(each): name for name, (each, _) in self._lie.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _written(func, args, kwargs or {}):
+            if name := self._names.get(memory_of(tensor)):
+                raise GraphError(_LEAVES.format(what=f"{func.overloadpacket.__name__}() writes to '{name}'"))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        moved = [name for name, (each, before) in self._lie.items() if memory_of(each) != memory_of(before)]
+        for name in moved:
+            self._lie[name][0].data = self._lie[name][1]
+        if moved and problem[0] is None:
+            raise GraphError(_LEAVES.format(what=f"other memory is given to '{moved[0]}'"))
 
 
 class Recorder(TorchDispatchMode):
@@ -168,7 +205,7 @@ class Recorder(TorchDispatchMode):
         if about_sizes or func is aten.record_stream.default:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        written = self._written(func, args, kwargs)
+        written = _written(func, args, kwargs)
         self._check(func, name, args, given, written)
         frozen = tree_map(lambda leaf: self.slot(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None and not asking()
@@ -206,15 +243,6 @@ class Recorder(TorchDispatchMode):
         """The slot of what a call gave."""
         number = self._slots.get(id(tensor))
         return Slot(self._new(tensor) if number is None else number)
-
-    @staticmethod
-    def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = kwargs.get(argument.name, args[place] if place < len(args) else None)
-                found += tensors_of(value)
-        return found
 
     @staticmethod
     def _is_same(func: Any, given: list[Tensor], results: list[Tensor], written: list[Tensor]) -> bool:
@@ -277,10 +305,7 @@ class Recorder(TorchDispatchMode):
     def _check_written(self, name: str, tensor: Tensor) -> None:
         memory = memory_of(tensor)
         if memory in self.held:
-            raise GraphError(
-                f"{name}() writes to '{self.held[memory]}' in the forward: what a step leaves there for the next is "
-                "not replayed"
-            )
+            raise GraphError(_LEAVES.format(what=f"{name}() writes to '{self.held[memory]}'"))
         if memory in self.batch or memory in self._before or id(tensor) not in self._slots:
             raise GraphError(f"{name}() writes to a tensor that was there before the step: write into a copy")
 

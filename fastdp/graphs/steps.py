@@ -28,7 +28,7 @@ from .execution import Example, Way, differing, way_of
 from .guards import Guards, Outside, changed_notes, notes_of
 from .module_state import ModuleState
 from .program import Program, recording_of
-from .recorder import Recorder, Watch
+from .recorder import KeepsParameters, Recorder, Watch
 from .use_templates import store, templates_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
@@ -80,7 +80,8 @@ class StepProgram:
         own = batch.of_size(leaves, batch.size)
         _MAKING.append(self)
         try:
-            self._pass(own)
+            with KeepsParameters(held):
+                self._pass(own)
             before = notes_of(engine.model)
             self._pass(own)
             self._check_uncounted(changed_notes(before, notes_of(engine.model)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
@@ -55,9 +55,22 @@ def weight_normed(m: Any, ids: Tensor) -> Tensor:
     return F.linear(m.body(ids).mean(1), m.head.weight / m.head.weight.norm())
 
 
+def averaging(m: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.average.lerp_(m.head.weight, 0.5)
+    return m.head(m.body(ids).mean(1)) + F.linear(m.body(ids).mean(1), m.average).detach()
+
+
+def averaging_data(m: Any, ids: Tensor) -> Tensor:
+    m.average.data = m.average.data * 0.5 + m.head.weight.data * 0.5
+    return m.head(m.body(ids).mean(1)) + F.linear(m.body(ids).mean(1), m.average).detach()
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a counter": (counting, "changes its 'count' each time"),
     "a buffer": (buffered, "add_\\(\\) writes to 'seen' in the forward"),
+    "an average of weights": (averaging, "lerp_\\(\\) writes to 'average' in the forward"),
+    "an average that is given": (averaging_data, "other memory is given to 'average' in the forward"),
     "numpy": (by_numpy, r"numpy\(\) gives numbers of the batch to Python \(test_graphed_refused.py, line \d+\)"),
     "a number": (by_item, "not the same for two batches of one size: (mul|Python)"),
     "Python's random": (by_random, "numbers of Python's random"),
@@ -71,12 +84,13 @@ def test_what_cannot_be_replayed_is_refused(name: str) -> None:
     """By name, and the optimizer goes on as before."""
     forward, message = REFUSED[name]
     model = Net(forward)
+    model.average = nn.Parameter(torch.ones_like(model.head.weight), requires_grad=False)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=B)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(GraphError, match=message):
             optimizer.graphed(losses, batch(1))
-        assert float(model.seen) == 0 and optimizer.history == []
+        assert float(model.seen) == 0 and bool((model.average == 1).all()) and optimizer.history == []
         eagerly(model, optimizer, batch(2))
     assert len(optimizer.history) == 1
 
