@@ -5,7 +5,7 @@
 // key stream (see fastdp.h) give 32 more of each. So z is known to lie in an interval, which arithmetic widens by a
 // bound of its error. First in double, without a level; where that leaves the middle of two whole numbers in the
 // interval (one normal in 200,000), by one level; then all levels by pairs of doubles (Dekker 1971). What is open then
-// has a probability below 2^-80 and becomes NaN.
+// has a probability below 2^-80 (2^-70, if the weights' sizes add up to 1024) and becomes NaN.
 // For the CPU and for CUDA.
 #ifndef FASTDP_EXACT_H
 #define FASTDP_EXACT_H

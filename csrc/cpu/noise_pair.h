@@ -121,8 +121,8 @@ struct Pair<float> {
     static constexpr int STEP = W == 4 ? 1 : W;
     Single r, cosine, sine, turned;
 
-    // z = x where x < 1/2, else x - 1: rounded to float's 24 bits and no coarser, as the upper 32 bits are a signed
-    // number and what is added to them is exact: a float of that exponent counts in 2^-36, and 2^-13 is taken off it.
+    // z = x where x < 1/2, else x - 1: within 2^-23 of it, as the upper 32 bits are a signed number, rounded once, and
+    // what is added to them is exact: a float of that exponent counts in 2^-36, and 2^-13 is taken off it.
     INLINE Single uniform(const uint32_t *w, int pair) {
         const Single low = with_low_bits(word_at(w + (PAIRS + pair) * W), word((127 - 13) << 23));
         return fma(from_signed(word_at(w + pair * W)), single(0x1p-32f), low - single(0x1p-13f));

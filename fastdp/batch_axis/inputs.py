@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import BatchLayoutError, StepError
+from ..utils.autograd_graph import graph_nodes
 from . import current_batch, tensor_notes
 from .constant_inputs import ConstantInputs
 from .layout import Layout, is_stale, layout_on, tag, tag_of
@@ -38,8 +39,8 @@ def tag_inputs(values: Any, batch: int, dim: int, known: list[Layout | None] | N
             layout = known[number]
         elif batch <= 1:
             layout = Layout(batch)
-        elif tensor.requires_grad and not tensor.is_leaf and list(tensor.shape).count(batch) > 1:
-            layout = None  # of unseen origin, and its shape does not tell where the samples lie
+        elif list(tensor.shape).count(batch) > 1 and tensor.requires_grad and _is_of_modules(tensor):
+            layout = None  # made out of sight, and its shape does not tell where the samples lie
         elif rows and rows % batch == 0 and constants is not None and constants.has(number, tensor):
             layout = None
         elif rows == batch:
@@ -55,6 +56,12 @@ def tag_inputs(values: Any, batch: int, dim: int, known: list[Layout | None] | N
         if dim and layout == Layout(batch, dim) and tensor._is_view() and known is None:
             _tag_whole(tensor, tensor._base, layout)  # type: ignore[arg-type]
     tag_marked(batch)
+
+
+def _is_of_modules(tensor: Tensor) -> bool:
+    """Whether parameters or custom functions made it (an input with an adversarial perturbation is the loop's own)."""
+    custom, nodes = torch.autograd.function.BackwardCFunction, graph_nodes([tensor.grad_fn])
+    return any(isinstance(each, custom) or isinstance(getattr(each, "variable", None), nn.Parameter) for each in nodes)
 
 
 def lists_of_numbers(values: Any, batch: int) -> list[Sequence[Any]]:

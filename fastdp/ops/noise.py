@@ -6,7 +6,7 @@ N is an ideal normal number, and unit the power of two next below std / 64: n is
 mechanism of real numbers, and no bit of it tells more of the sum (docs/privacy.md has the proof). It is computed as if
 by real numbers: float arithmetic decides where its error and the bits that it has not drawn leave no doubt; else more
 bits are drawn, in float64 and in pairs of it (csrc/exact.h). So n has the same bits on every device, instruction set,
-and number of threads and ranks. The unit adds at most 2e-5 to the noise's variance.
+and number of threads and ranks. The unit adds at most 2.1e-5 to the noise's variance.
 
 `noise_` draws noise alone, in floating point and not rounded to a unit: a sum that it is added to keeps its low bits.
 

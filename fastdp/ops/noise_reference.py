@@ -85,8 +85,9 @@ def reference_release(
     )
     kind = torch.float32 if single else torch.float64
     own, earlier_steps, weights = draws
-    sizes = [*(size * weight for weight in weights), size]
-    each = [_chunks(total.numel(), words, step, offset, total.device) for step in (*earlier_steps, own)]
+    earlier = [(step, size * weight) for step, weight in zip(earlier_steps, weights, strict=True) if weight]
+    steps, sizes = zip(*earlier, (own, size), strict=True)
+    each = [_chunks(total.numel(), words, step, offset, total.device) for step in steps]
     for chunks in zip(*each, strict=True):
         chunk = chunks[-1]
         given = chunk.of_slots(total.double())

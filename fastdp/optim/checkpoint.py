@@ -25,8 +25,8 @@ _OTHER_MOMENT = (
     "be drawn again. Save both at the same moment, or leave load_noise_state out."
 )
 _OTHER_STREAM = (
-    "noise_state() is of another version of fastdp, which drew other normals by the same key. Leave load_noise_state "
-    "out: the run goes on with a new key, and correlated noise begins anew."
+    "this is of a version of fastdp that drew other normals by the same key. {remedy}: the run goes on with a new key, "
+    "and correlated noise begins anew."
 )
 _QUANTILE = "quantile"  # of adaptive clipping: its settings; where it is now is the clipping norm
 
@@ -38,6 +38,7 @@ def state_of(privacy: PrivateStep) -> dict[str, Any]:
         "history": [tuple(run) for run in privacy.ledger.history],
         "noise_step": privacy.noise.step,
         "seed": privacy.noise.seed,
+        "stream": STREAM,
         "noise_multiplier": privacy.noise_multiplier,
         "clipping": clipping.clipping if isinstance(clipping.clipping, str) else None,
         "style": clipping.style if isinstance(clipping.style, str) else None,
@@ -142,6 +143,8 @@ def read(privacy: PrivateStep, state: dict[str, Any]) -> Callable[[], None]:
         raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
     if privacy.noise.loaded_at == privacy.noise.step != saved_at:
         raise StepError(_OTHER_MOMENT.format(noise=privacy.noise.step, state=saved_at))
+    if seeded and privacy.mechanism is not None and state.get("stream") != STREAM:
+        raise StepError(_OTHER_STREAM.format(remedy="Make the optimizer with another seed="))
     for text in said:
         _warn(text)
 
@@ -164,7 +167,7 @@ def load_noise(privacy: PrivateStep, state: Any) -> None:
     if not isinstance(state, dict) or not {"key", "step"} <= state.keys():
         raise StepError("this is no noise_state() of a fastdp optimizer")
     if state.get("stream") != STREAM:
-        raise StepError(_OTHER_STREAM)
+        raise StepError(_OTHER_STREAM.format(remedy="Leave load_noise_state out"))
     noise, mechanism = privacy.noise, privacy.mechanism
     if noise.saved_at is not None and noise.saved_at[1] == noise.step and noise.saved_at[0] != state["step"]:
         raise StepError(_OTHER_MOMENT.format(noise=state["step"], state=noise.saved_at[0]))

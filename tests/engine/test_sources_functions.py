@@ -99,6 +99,14 @@ def test_data_of_unseen_origin_is_guessed_with_a_warning_or_refused() -> None:
         compare(*flat)
 
 
+def test_perturbed_inputs_have_a_row_for_each_sample_whatever_their_shape() -> None:
+    """As other inputs have; what an encoder out of sight made of them may lie in another order."""
+    model, x, outside = nn.Linear(D, 4), torch.randn(D, D), nn.Linear(D, D)
+    assert compare(model, x, lambda m, x: square(m, x + torch.zeros_like(x, requires_grad=True))).worst < TOLERANCE
+    with pytest.raises(BatchLayoutError, match="cannot tell"):
+        compare(model, x, lambda m, x: square(m, outside.to(x.dtype)(x)))
+
+
 def test_a_function_that_mixes_samples_is_refused() -> None:
     class Centred(torch.autograd.Function):
         @staticmethod

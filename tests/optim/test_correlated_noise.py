@@ -216,7 +216,7 @@ def test_a_ledger_counts_steps_after_a_checkpoint_in_their_blocks(tmp_path: Path
             refused()
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     with pytest.raises(TypeError, match="strategy of fastdp.mechanisms"):
         make(model, "bisr")
@@ -235,8 +235,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     optimizer.detach()
     for other in (Lambda(0.5), None):
         with pytest.raises(StepError, match="correlated noise"):
-            made = make(make_model(), other)
-            made.load_state_dict(state)
+            make(make_model(), other).load_state_dict(state)
+    monkeypatch.setattr("fastdp.optim.checkpoint.STREAM", 3)
+    with pytest.raises(StepError, match="other normals by the same key. Make the optimizer with another seed="):
+        make(make_model(), Bisr(4)).load_state_dict(state)
 
 
 def test_an_ordinary_optimizer_names_the_remedy() -> None:
