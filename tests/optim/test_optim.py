@@ -105,7 +105,7 @@ def test_state_dict_holds_no_secret_and_survives_torch_save(tmp_path):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert set(state["fastdp"]) == {
         "history", "noise_step", "seed", "noise_multiplier", "clipping", "max_grad_norm", "dropped", "style",
-        "gamma", "grouped", "makers"
+        "gamma", "grouped", "makers", "stream"
     } and state["fastdp"]["seed"] is None  # fmt: skip
     optimizer.load_state_dict(state)
     assert optimizer.history == [(1.0, 0.1, 1)]
