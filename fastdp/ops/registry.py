@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .common import exactly
+from .noise_reference import STREAM
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARY = torch.library.Library("fastdp", "DEF")
@@ -235,7 +236,10 @@ def runs_on(arch: int, targets: list[int]) -> bool:
 
 def _module(name: str, remedy: str) -> ModuleType | str:
     try:
-        return importlib.import_module(name)
+        found = importlib.import_module(name)
+        if name.startswith("fastdp._") and getattr(found, "stream", 1) != STREAM:
+            return f"{name} was built from older sources, and would draw other noise: {remedy}"
+        return found
     except ModuleNotFoundError as error:
         others = [path.name for path in PACKAGE.glob(f"{name.rpartition('.')[2]}.*") if name.startswith("fastdp._")]
         if others:

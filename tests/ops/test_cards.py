@@ -12,6 +12,7 @@ import pytest
 
 from fastdp.commands import info
 from fastdp.ops import registry
+from fastdp.ops.noise_reference import STREAM
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = """#!/bin/sh
@@ -80,6 +81,17 @@ def test_a_gpu_without_code_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "none for cuda:1" in info.report()
     monkeypatch.setattr(registry, "gpus", lambda: [("cuda:0", 103)])
     assert load() is module
+
+
+def test_an_extension_built_from_older_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its noise would be another, beside Triton's and other ranks'."""
+    module = ModuleType("fastdp._C")
+    monkeypatch.setattr(registry.importlib, "import_module", lambda name: module)
+    assert registry._module("fastdp._C", "run this") == (
+        "fastdp._C was built from older sources, and would draw other noise: run this"
+    )
+    module.stream = STREAM  # type: ignore[attr-defined]
+    assert registry._module("fastdp._C", "run this") is module
 
 
 def test_a_gpu_too_old_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
