@@ -82,7 +82,7 @@ void checked(py::module_ &module, const char *name, const char *doc) {
 
 PYBIND11_MODULE(_CUDA, module) {
     module.doc() = "CUDA kernels of fastdp on raw pointers; arguments in the order of csrc/fastdp_cuda.h";
-    module.attr("stream") = (int)FASTDP_STREAM;
+    module.attr("stream") = FASTDP_STREAM;
     module.attr("targets") = FASTDP_EXPANDED(FASTDP_CUDA_TARGETS);  // of which there is machine code, and PTX of the last
     module.def("noise", &noise, "data = ((keep ? data : 0) + std * N(0, 1)) * scale, in place");
     module.def("noisy_sgd", &step<fastdp_sgd, fastdp_cuda_noisy_sgd>, "noise and SGD for a table of parameters");

@@ -120,7 +120,7 @@ struct Argument<const fastdp_conv *> {
 
 PYBIND11_MODULE(_C, module) {
     module.doc() = "Compiled functions of fastdp; see csrc/fastdp.h";
-    module.attr("stream") = (int)FASTDP_STREAM;
+    module.attr("stream") = FASTDP_STREAM;
     module.def("instruction_set", &fastdp_instruction_set, py::arg("at_most") = -1,
                "0 plain, 1 AVX2 with FMA, 2 AVX-512: the one in use, after limiting it to at_most");
     module.def("chacha20_blocks", &Bound<fastdp_chacha20_blocks>::call, py::arg("state"), py::arg("words"),

@@ -172,17 +172,20 @@ def compare(
     batch: Any = batch,
     mesh: Any = None,
     around: Any = contextlib.nullcontext,
+    seed: int = 5,
     **options: Any,
 ) -> tuple[float, float, float, float]:
     """Three steps of AdamW in several processes, and in this one on the union of their batches.
 
     sizes: of each step, the number of samples of each rank. extra: of a rank, whether its batches use one layer more.
     rank, world: of those who have samples of their own, along this mesh. around: loss and backward of the several.
+    seed: of noise that leaves no sum next to the middle of two multiples of what it is rounded to, which the last bit of
+    sums in another order would decide.
 
     Returns the largest relative error of a norm, of a weight, and epsilon of both.
     """
     sizes, rows = sizes or [[3] * world] * steps, options.get("rows_per_sample", 1)
-    shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=norm, seed=5, sample_rate=0.1,
+    shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=norm, seed=seed, sample_rate=0.1,
                   expected_batch_size=3 * world * accumulate, accountant="rdp", **options)  # fmt: skip
     several, one = wrap(build(kind)), build(kind)
     optimizer = fastdp.DPAdamW(several, mesh=mesh, **shared)

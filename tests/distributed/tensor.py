@@ -76,7 +76,9 @@ EXACT: dict[str, Any] = {
     "checkpointed": case(how="sequence", kind="checkpointed"),
 }
 COPIES: dict[str, Any] = {
-    "copies, adaptive": case(copies=2, shard=True, unequal=True, clipping="adaptive", sigma=1.0, count_noise=1.0),
+    "copies, adaptive": case(
+        copies=2, shard=True, unequal=True, clipping="adaptive", sigma=1.0, count_noise=1.0, seed=6
+    ),
     "copies": case(how="words sequence loss", copies=2, sigma=1.0),
     "copies, unequal": case(how="words", copies=2, unequal=True),
     "copies in parts": case(how="words sequence", copies=2, shard=True, sigma=1.0),
