@@ -179,8 +179,8 @@ def compare(
 
     sizes: of each step, the number of samples of each rank. extra: of a rank, whether its batches use one layer more.
     rank, world: of those who have samples of their own, along this mesh. around: loss and backward of the several.
-    seed: of noise that leaves no sum at the middle of two multiples of what it is rounded to, where the order decides in
-    which gradients are added.
+    seed: of noise that leaves no sum at the middle of two multiples of its grid, where it counts in which order
+    gradients are added.
 
     Returns the largest relative error of a norm, of a weight, and epsilon of both.
     """
