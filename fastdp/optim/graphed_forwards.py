@@ -239,11 +239,13 @@ class GraphedForwards:
                 for kind in (LossReductionWarning, BatchReadWarning):  # of the loss of a recording
                     warnings.simplefilter("ignore", kind)
                 program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
-            collections = 0
-            while left_behind(before) and collections < 3:  # (what autograd's nodes hold is garbage once they are gone)
-                collections += gc.collect() >= 0
-            if collections == 3 and (left := left_behind(before)):
-                raise GraphError(_NOT_RETURNED.format(shapes=", ".join(str(list(each.shape)) for each in left[:3])))
+            for _ in range(3):  # (what autograd's nodes hold is garbage once they are gone)
+                if not left_behind(before):
+                    break
+                gc.collect()
+            else:
+                if left := left_behind(before):
+                    raise GraphError(_NOT_RETURNED.format(shapes=", ".join(str(list(each.shape)) for each in left[:3])))
         except StaleExample:
             shape.example = None
             raise
