@@ -20,7 +20,7 @@ import fastdp
 from fastdp.ops import noise, noise_reference
 from fastdp.ops.checks import MASK
 from fastdp.ops.noise import Noise, noise_
-from fastdp.ops.noise_reference import SIGMA, TILE, Grid, KeyStream, nearest_whole
+from fastdp.ops.noise_reference import LANES, SIGMA, SLOTS, TILE, Grid, KeyStream, nearest_whole
 from fastdp.ops.registry import OPERATORS
 
 from .backends import CPU, assert_equal_bits
@@ -192,6 +192,30 @@ def test_open_elements_are_those_of_arbitrary_precision() -> None:
             v = mpmath.mpf(float(sums[i])) / unit + size * normal
             assert abs(v - float(halves[i])) < 1e-5, "the sums are not near half-integers"
             assert float(found[i]) / unit == float(mpmath.nint(v)), i
+
+
+@pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_far_normals_are_those_of_arbitrary_precision(dtype: torch.dtype) -> None:
+    """Of radii above 5.3: the bits that are drawn first leave a 2000th of a unit of them, and more."""
+    size, unit = Grid.of(1.9, dtype)
+    count, crossed = TILE << 14, 0
+    for begin in range(0, 4 * count, count):
+        pairs = noise_(torch.empty(count, dtype=torch.float64), 1.0, KEY, 3, begin).view(-1, SLOTS // 2, 2, LANES)
+        radii = pairs.square().sum(2).sqrt()
+        for tile, pair, lane in (radii > 5.3).nonzero().tolist():
+            radius = float(radii[tile, pair, lane])
+            for odd, normal in enumerate(pairs[tile, pair, :, lane].tolist()):
+                left = size * abs(normal) / radius * 2.0**-36 * math.exp(radius**2 / 2) / radius
+                for share in (0.1, 0.3, 0.5, 0.7, 0.9):  # of what is left, below or above a half-integer
+                    near = math.floor(size * normal) + 0.5 - math.copysign(share * left, normal)
+                    total = torch.tensor([unit * (near - size * normal)], dtype=dtype)
+                    place = begin + (tile * SLOTS + 2 * pair + odd) * LANES + lane
+                    truth = total.clone()
+                    OPERATORS["add_noise_"].reference(truth, 1.9, 1.0, noise.words_of(KEY), 3, place)
+                    assert torch.equal(released(total, 1.9, 1.0, 3, place), truth), (radius, share)
+                    crossed += float(truth) != round(near) * unit
+    assert crossed > 40
 
 
 def test_levels_are_taken_until_nothing_is_open() -> None:
