@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..batch_axis import tensor_notes
 from ..batch_axis.generations import Generation
+from ..batch_axis.inputs import marked
 from ..batch_axis.layout import Layout, generation_of, tag_of
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
@@ -134,11 +135,18 @@ def node_number() -> int:
         return _number_of(torch.zeros((), requires_grad=True).view(()).grad_fn)
 
 
-def left_behind(moment: Generation) -> list[Tensor]:
-    """The tensors that carry samples of forwards after this moment."""
-    # (isinstance would ask each object for its __class__, which may be code of others)
-    living = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-    return [each for each in living if (found := generation_of(each)) is not None and found.number > moment.number]
+class Leftovers:
+    """Finds the tensors that carry samples of forwards after it was made, but those that the user marked before: every
+    forward takes these for its own, whichever model it is of (`batch_axis.inputs.tag_marked`)."""
+
+    def __init__(self) -> None:
+        self._begin, self._marked = Generation().number, marked()
+
+    def found(self) -> list[Tensor]:
+        # (isinstance would ask each object for its __class__, which may be code of others)
+        living = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+        made = [each for each in living if (of := generation_of(each)) is not None and of.number > self._begin]
+        return [each for each in made if not any(each is known for known in self._marked)]
 
 
 def _layout_of(tensor: Tensor, batch: int) -> Layout | None:

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_flatten
 
-from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import mark_of
 from ..distributed.world import refuse_several
 from ..engine import loss_tracking
@@ -28,7 +27,7 @@ from ..errors import BatchReadWarning, GraphError, LossReductionWarning
 from ..graphs import making
 from ..graphs.batches import Batch, copies, odd_leaf, shape_of
 from ..graphs.cuda_graph import Pool, device_of
-from ..graphs.forward_program import ForwardProgram, Outputs, StaleExample, left_behind, node_number
+from ..graphs.forward_program import ForwardProgram, Leftovers, Outputs, StaleExample, node_number
 from ..graphs.guards import GLOBAL_HOOKS
 from ..graphs.replayed_forward import Replay
 from ..graphs.steps import OTHER_ROWS, device_of_model
@@ -234,17 +233,17 @@ class GraphedForwards:
             _check_hooks(module)
             if others := self._engine.others():
                 raise GraphError(f"'{others[0]}' requires grad and is not this optimizer's")
-            example, before = batch.of_size(copies(leaves), batch.size), Generation()
+            example, leftovers = batch.of_size(copies(leaves), batch.size), Leftovers()
             with warnings.catch_warnings():
                 for kind in (LossReductionWarning, BatchReadWarning):  # of the loss of a recording
                     warnings.simplefilter("ignore", kind)
                 program = ForwardProgram(self._engine, module, shape.example, batch, example, self._mean, self._pool)
             for _ in range(3):  # (what autograd's nodes hold is garbage once they are gone)
-                if not left_behind(before):
+                if not leftovers.found():
                     break
                 gc.collect()
             else:
-                if left := left_behind(before):
+                if left := leftovers.found():
                     raise GraphError(_NOT_RETURNED.format(shapes=", ".join(str(list(each.shape)) for each in left[:3])))
         except StaleExample:
             shape.example = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fastdp
 
-from .test_graphed_forwards import B, Net, at_once, batch  # noqa: F401  (at_once is for every test)
+from .test_graphed_forwards import B, D, Net, at_once, batch  # noqa: F401  (at_once is for every test)
 from .test_graphed_forwards_changes import FROM, Model, later, loss_of, plain, run, told_of
 
 
@@ -67,7 +67,10 @@ def test_objects_of_others_are_left_alone() -> None:
 
 @pytest.mark.parametrize("jointly", [False, True])
 def test_two_models_before_their_backwards(jointly: bool) -> None:
-    """They share a module without parameters, whose call within one model's forward is no forward of the other's."""
+    """They share a module without parameters, whose call within one model's forward is no forward of the other's. Rows
+    that were marked for a third model, which every forward takes for its own, are nothing that a forward leaves."""
+    nodes, graph_of_node = torch.randn(5, D), torch.tensor([0, 0, 1, 1, 1])
+    fastdp.mark_rows(nodes, graph_of_node, samples=2)
 
     def run(graphed: bool) -> tuple[list[Any], list[nn.Module]]:
         models, shared = [Net(), Net()], nn.Dropout(0.3)
