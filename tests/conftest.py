@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
-from fastdp.batch_axis import current_batch
+from fastdp.batch_axis import current_batch, inputs
 from fastdp.engine import later_copies, loss_tracking
 
 from .compiled_models import fresh  # noqa: F401  (a fixture)
@@ -70,9 +70,10 @@ def pytest_unconfigure(config: Any) -> None:
 @pytest.fixture(autouse=True)
 def repeatable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test draws the same in every run, and something else than the others: its name is the seed, of keys as well. No
-    loop over a loader, and no output, is left from the test before: an error's traceback keeps them until garbage is
-    collected."""
+    loop over a loader, no output and no marked rows are left from the test before: an error's traceback keeps them
+    until garbage is collected."""
     current_batch.ACTIVE.clear()
+    inputs._marked.clear()
     later_copies.forget()
     loss_tracking.stop()
     seed = zlib.crc32(request.node.nodeid.encode())
