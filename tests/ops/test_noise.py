@@ -258,6 +258,19 @@ def test_correlated_draws_have_the_bits_of_the_reference(dtype: torch.dtype) -> 
         assert torch.equal(found, truth)
 
 
+@pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_correlated_draws_near_a_half_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    """So near to it that the error of float arithmetic counts: more than 2e-5, what the bits that x lacks may be."""
+    past = [10, 2**40], [-0.01, 0.01]
+    total, _ = nearly_halves(1.9, 5_000, 11, TILE, dtype, past)
+    total += 4e-5 * Grid.of(1.9, dtype)[1] * torch.randn(5_000, generator=torch.Generator().manual_seed(3))
+    truth, found = total.clone(), total.clone()
+    OPERATORS["add_noise_"].reference(truth, 1.9, 0.1, noise.words_of(KEY), 11, TILE, *past)
+    OPERATORS["add_noise_"](found, 1.9, 0.1, noise.words_of(KEY), 11, TILE, *past)
+    assert torch.equal(found, truth)
+
+
 @ON_CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_zero_has_a_sign_and_odd_sums_stay(backend: str, dtype: torch.dtype) -> None:
