@@ -359,13 +359,12 @@ def samples_said(arguments: Sequence[Tensor]) -> int | None:
         return said.pop()
     if any(mark_of(t) is None for t in arguments):
         return None
-    alive = (mark for tensor in reversed(marked()) if (mark := mark_of(tensor)) is not None)
-    return next((mark.samples for mark in alive if mark.owner is not None), None)
+    return next((mark.samples for _, mark in reversed(marked()) if mark.owner is not None), None)
 
 
-def marked() -> list[Tensor]:
+def marked() -> list[tuple[Tensor, Mark]]:
     """Every marked tensor that is alive, in the order of marking."""
-    return [tensor for kept in _marked.values() if (tensor := kept()) is not None]
+    return [(t, mark) for kept in _marked.values() if (t := kept()) is not None and (mark := mark_of(t)) is not None]
 
 
 def layout_said(mark: Mark, tensor: Tensor, batch: int) -> Layout | None:
@@ -385,16 +384,15 @@ def layout_said(mark: Mark, tensor: Tensor, batch: int) -> Layout | None:
 
 def layouts_marked(batch: int, device: torch.device) -> list[Layout]:
     """The layouts of the tensors that are marked, the latest first."""
-    owners = [mark.owner for tensor in reversed(marked()) if (mark := mark_of(tensor)) is not None]
+    owners = (mark.owner for _, mark in reversed(marked()))
     fitting = [owner.to(device) for owner in owners if owner is not None and (owner < batch).all()]
     return [Layout(batch, owner=owner).taken(0, torch.arange(len(owner), device=device)) for owner in fitting]
 
 
 def tag_marked(batch: int) -> None:
     """Tag marked tensors that reach the model within other objects than its arguments' containers."""
-    for tensor in marked():
-        mark = mark_of(tensor)
-        if mark is None or tag_of(tensor, batch) is not None:
+    for tensor, mark in marked():
+        if tag_of(tensor, batch) is not None:
             continue
         try:
             tag(tensor, layout_said(mark, tensor, batch))

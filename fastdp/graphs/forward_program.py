@@ -140,7 +140,7 @@ class Leftovers:
     forward takes these for its own, whichever model it is of (`batch_axis.inputs.tag_marked`)."""
 
     def __init__(self) -> None:
-        self._begin, self._marked = Generation().number, marked()
+        self._begin, self._marked = Generation().number, [tensor for tensor, _ in marked()]
 
     def found(self) -> list[Tensor]:
         # (isinstance would ask each object for its __class__, which may be code of others)

@@ -98,7 +98,7 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call of the dispatcher writes to."""
     found: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
@@ -118,7 +118,7 @@ class KeepsParameters(TorchDispatchMode):
         self._names = {memory_of(each): name for name, (each, _) in self._lie.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _written(func, args, kwargs or {}):
+        for tensor in written_by(func, args, kwargs or {}):
             if name := self._names.get(memory_of(tensor)):
                 raise GraphError(_LEAVES.format(what=f"{func.overloadpacket.__name__}() writes to '{name}'"))
         return func(*args, **(kwargs or {}))
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
         if about_sizes or func is aten.record_stream.default:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         self._check(func, name, args, given, written)
         frozen = tree_map(lambda leaf: self.slot(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None and not asking()

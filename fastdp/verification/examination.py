@@ -18,7 +18,7 @@ from .float64 import in_double, judged_in_double, may_be_doubled
 from .random_draws import SampleDraws
 from .records import Records
 from .report import VerifyReport
-from .state import evaluating
+from .state import Contents, evaluating
 
 
 class Examined(NamedTuple):
@@ -50,11 +50,11 @@ class Examination:
     """A program, and the samples that it is examined on."""
 
     def __init__(self, model: nn.Module, loss_fn: Loss, params: list[Tensor] | None, reduction: str, tolerance: float,
-                 judged: bool, options: dict[str, Any], seed: int) -> None:  # fmt: skip
+                 judged: bool, options: dict[str, Any], seed: int, averages: Contents) -> None:  # fmt: skip
         self.model, self.tolerance, self.seed, self.options = model, tolerance, seed, options
         self._doubles = may_be_doubled(model)
         self._judged = judged and self._doubles  # whether float64 may excuse float32
-        self._program = (model, loss_fn, params, reduction, options, seed)
+        self._program = (model, loss_fn, params, reduction, options, seed, averages)
         self.runs = Runs(*self._program)  # the last that were made
         self._first = self.runs
         self._reads: list[PythonReads] = []

@@ -18,7 +18,7 @@ from ..utils.autograd_graph import graph_nodes
 from ..utils.random_generators import RandomNumbers, devices_of, generators_of, seed_generators
 from .random_draws import SampleDraws
 from .records import Records
-from .state import Kept
+from .state import Contents, Kept, refill
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Rows = dict[str, Tensor]
@@ -50,7 +50,7 @@ class Runs:
     """A program: model, loss, and how the engine is made. Every run begins with the same seeds and module state."""
 
     def __init__(self, model: nn.Module, loss_fn: Loss, params: list[Tensor] | None, reduction: str,
-                 options: dict[str, Any], seed: int) -> None:  # fmt: skip
+                 options: dict[str, Any], seed: int, averages: Contents) -> None:  # fmt: skip
         self.model, self.loss_fn, self.params, self.reduction = model, loss_fn, params, reduction
         self.options, self.seed = options, seed
         self.draws: SampleDraws | None = None  # where the program draws
@@ -59,7 +59,7 @@ class Runs:
         self.moved: list[str] = []  # buffers and attributes that a run changed
         self.reads: list[PythonReads] = []
         self.reordered = False  # whether the program was seen to put the samples into another order
-        self._kept, self._devices = Kept(model), devices_of(model)
+        self._kept, self._averages, self._devices = Kept(model), averages, devices_of(model)
         self._own = RandomNumbers(set(), generators_of(model, loss_fn))
         engine = self._attached(1)
         try:
@@ -102,6 +102,7 @@ class Runs:
     def put_back(self) -> None:
         """What the modules hold, as it was at first."""
         self._kept.put_back()
+        refill(self._averages)
 
     def look_ahead(self, records: Records) -> None:
         """See what is drawn for a whole batch, before any sample draws alone."""

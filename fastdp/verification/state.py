@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..batch_axis.inputs import nested_tensors
+from ..engine.compile_stance import PLAINLY
+from ..graphs.recorder import memory_of, written_by
 from ..utils.random_generators import RandomNumbers, devices_of, generators_of
 
 _OF_TORCH = set(nn.Module().__dict__)  # of every module: hooks, parameters, buffers, parts
 _CONTAINERS = (list, dict, set, deque)
+Contents = list[tuple[Tensor, Tensor]]  # parameters, and what stands in them
 
 
 class Kept:
@@ -48,8 +52,26 @@ class Kept:
                     place[key] = value
 
 
+class _Writes(TorchDispatchMode):
+    """Within it, a parameter is copied before the first write to its memory."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._at = {memory_of(each): each for each in parameters}
+        self.copied: Contents = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            if (parameter := self._at.pop(memory_of(tensor), None)) is not None:
+                self.copied.append((parameter, parameter.detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+
 class Standing:
-    """All that `verify` must leave as it was."""
+    """All that `verify` must leave as it was.
+
+    averages: the frozen parameters that a forward writes (averages of others, mostly), and what stands in them.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Any, batch: Any) -> None:
         self._modes = [(module, module.training) for module in model.modules()]
@@ -57,8 +79,25 @@ class Standing:
         self._grads = [(t, t.grad) for t in leaves]
         # a forward may write into weights as well: embeddings of bounded norm do
         self._trained = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+        plain = [p for p in model.parameters() if type(p) is nn.Parameter and p.layout is torch.strided]
+        self._frozen = [(p, p.detach()) for p in plain if not p.requires_grad]
+        self.averages: Contents = []
         self._kept = Kept(model)
         self._random = RandomNumbers(devices_of(model), generators_of(model, loss_fn))
+
+    def look(self, run: Callable[[], object]) -> None:
+        """Run once, and see which frozen parameters that writes: copies of all would double a large model."""
+        if not self._frozen:
+            return
+        PLAINLY.begin()  # (within a mode of dispatch torch would refuse to compile, then and later)
+        try:
+            with contextlib.suppress(Exception), torch.enable_grad(), _Writes([p for p, _ in self._frozen]) as writes:
+                run()
+        finally:
+            PLAINLY.end()
+        moved = [(p, before.clone()) for p, before in self._frozen if memory_of(p) != memory_of(before)]
+        self.averages = [*writes.copied, *moved]
+        self.put_back()
 
     def clear_grads(self) -> None:
         """So that no backward adds to what stands in `.grad`."""
@@ -70,10 +109,10 @@ class Standing:
         for module, training in self._modes:
             module.training = training
         self._kept.put_back()
-        with torch.no_grad():
-            for parameter, before in self._trained:
-                if not _equal(parameter, before):
-                    parameter.copy_(before)
+        for parameter, before in self._frozen:
+            if memory_of(parameter) != memory_of(before):
+                parameter.data = before
+        refill([*self._trained, *self.averages])
         for tensor, grad in self._grads:
             if tensor.grad is not grad:
                 tensor.grad = grad
@@ -90,6 +129,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def refill(parameters: Contents) -> None:
+    """Put back what stood in them."""
+    with torch.no_grad():
+        for parameter, before in parameters:
+            if not _equal(parameter, before):
+                parameter.copy_(before)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -148,9 +148,10 @@ def verify(
     standing = Standing(model, loss_fn, pool.batch)
     refusal: FastDPError | None = None
     try:
+        standing.look(lambda: loss_fn(model, pool.batch))
         standing.clear_grads()
         chosen = None if params is None else list(params)
-        work = Examination(model, loss_fn, chosen, loss_reduction, tolerance, judged, options, seed)
+        work = Examination(model, loss_fn, chosen, loss_reduction, tolerance, judged, options, seed, standing.averages)
         pool = work.in_rows(pool)
         base = drawn_of(pool, samples, seed)
         work.choose(pool, base, _sizes(len(base), pool.samples, batch_sizes))

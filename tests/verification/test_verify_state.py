@@ -270,3 +270,38 @@ class Sparse(nn.Module):
 def test_sparse_tensors_are_compared():
     batch = torch.randint(0, 7, (6, 3)), torch.randint(0, 3, (6,))
     assert fastdp.verify(Sparse(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch).ok
+
+
+# --------------------------------------------------------------------------- averages in frozen parameters
+
+
+class Averaged(nn.Module):
+    """An encoder, and its average, which every forward moves on (BYOL, MoCo)."""
+
+    def __init__(self, by_data):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.average, self.by_data = nn.Linear(6, 8), nn.Linear(6, 8).requires_grad_(False), by_data
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, other in zip(self.average.parameters(), self.encoder.parameters(), strict=True):
+                if self.by_data:
+                    mine.data = mine.data * 0.9 + other.data * 0.1
+                else:
+                    mine.mul_(0.9).add_(other, alpha=0.1)
+        return self.encoder(x), self.average(x)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_averages_that_a_forward_moves_are_put_back(by_data):
+    def loss(model, given):
+        mine, other = model(given[0])
+        return (mine - other).square().sum(1).mean()
+
+    model = Averaged(by_data)
+    before = [p.detach().clone() for p in model.parameters()]
+    memory = [p.data_ptr() for p in model.parameters()]
+    assert fastdp.verify(model, loss, batch()).ok
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+    assert [p.data_ptr() for p in model.parameters()] == memory
