@@ -163,10 +163,11 @@ class Pass(PassRecord):
         with self.mode or _CaptureMode(self):
             return function(*args, **kwargs)
 
-    def let_go(self) -> None:
-        """The forward has ended: no cycle of the mode and the pass keeps its tensors until Python looks for cycles."""
-        mode, self.mode = self.mode, None
+    def let_go(self) -> Any:
+        """The forward has ended: no cycle of the mode, returned, and the pass keeps its tensors until Python looks."""
+        mode, self.mode, self.caller = self.mode, None, None
         mode.__dict__.clear()
+        return mode
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function call."""
@@ -375,12 +376,19 @@ class Pass(PassRecord):
 
 
 class _CaptureMode(TorchFunctionMode):
+    over = False  # though torch puts it back after the call in which it ended
+
     def __init__(self, forward_pass: Pass) -> None:
         super().__init__()
         self.forward_pass = forward_pass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.over:
+            return func(*args, **(kwargs or {}))
         kwargs, active = kwargs or {}, self.forward_pass
+        if active.is_interrupted():
+            active.engine.drop_interrupted()
+            return func(*args, **kwargs)
         if active.lowers is not None and (out := active.lowers(active, func, args, kwargs)) is not NotImplemented:
             return out
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly

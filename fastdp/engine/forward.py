@@ -38,15 +38,15 @@ from .buffer_checks import Stateful, is_held, refuse_filled, states_of, warn_of_
 from .capture import Pass
 from .checkpointing import watch_region
 from .compile_stance import PLAINLY, CompiledModules
-from .forward_record import joined_error
+from .forward_record import caller_of, joined_error
 from .forward_threads import Turn
 from .loader_tracking import given_to_model, handed_out_in, loader_of, read_in, refuse_more_rows, refuse_rows_apart
 from .memory_budget import Block
-from .mode_stack import leave
+from .mode_stack import end, leave
 from .module_hooks import ENTER, LEAVE, InnerCalls, ModuleHook, numbered
 from .multiple_forwards import Given
 from .public_forward import PublicBlock, PublicForward
-from .state import ENGINES, Engine, attached
+from .state import ENGINES, Engine, attached, drop_interrupted
 from .tracked_loss import Evaluation
 
 
@@ -86,7 +86,7 @@ class Forward(Engine):
 
     def detach(self) -> None:
         """Take every hook off the model."""
-        self._drop_interrupted()
+        self.drop_interrupted()
         loss_tracking.stop()
         self.take_off()
 
@@ -118,7 +118,7 @@ class Forward(Engine):
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not path:
-            self._drop_interrupted()
+            self.drop_interrupted()
         here = self.running
         if self.graphed is not None and self.begins_pass() and not (path and _is_no_pass(module, args, kwargs)):
             self.graphed.seen(path, module)
@@ -174,6 +174,7 @@ class Forward(Engine):
         """The outermost forward; also of a module that checkpointing computes again."""
         backward = self.backward
         recomputing = self.runs_again()
+        drop_interrupted()
         followed = loss_tracking.present()
         if not recomputing:
             loss_tracking.pause()  # before all else: what is done here is not the user's
@@ -212,6 +213,7 @@ class Forward(Engine):
         tag_inputs((args, kwargs), self.batch, self.batching.dim, known, self.batching.folded, constants)
         tag_packed((args, kwargs), self.batch)
         device_streams.keep(nested_tensors((args, kwargs)))
+        active.caller = caller_of(sys._getframe(1))
         active.mode.__enter__()
         COLLECTOR.begin(backward)
         PLAINLY.begin()
@@ -366,16 +368,14 @@ class Forward(Engine):
         layout = tag_of(tensor, self.batch)
         return tensor.requires_grad and layout is not None and bool(layout.inferred)
 
-    def _drop_interrupted(self) -> None:
-        """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or one that a
-        backward computed again."""
+    def drop_interrupted(self) -> None:
+        """A pass is on whose forward, or one that a backward computed again, was ended by Ctrl-C."""
         if self.running.entered and isinstance(watched := self.running.entered[0], Stateful):
             watched.stop()
             self.running.entered.clear()
         if self.running.active is None or ("" not in self.running.active.stack and self.runs_again()):
             return
-        while self.running.active.mode in torch.overrides._get_current_function_mode_stack():
-            torch.overrides._pop_mode()
+        end(self.running.active.let_go(), *(e.inner for e in self.running.entered if isinstance(e, Block)))
         self._inner.end()
         PLAINLY.end()
         COLLECTOR.end(self.backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import FrameType
 from typing import Any
 
 from ..batch_axis.generations import Generation
@@ -11,6 +12,7 @@ from ..batch_axis.row_groups import People
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError
 from ..grad_sample.device_streams import Streams
 from ..grad_sample.parameter_use import ParameterUse
+from ..utils.code_location import FASTDP, frames, is_running
 from .host_reads import NumbersRead
 from .multiple_forwards import Given
 
@@ -90,6 +92,16 @@ class PassRecord:
         self.given: Given | None = None  # None of one that is computed again
         self.backward_id = 0  # of the backward that went through it
         self.recomputes = False  # it is a forward that a backward runs again
+        self.caller: FrameType | None = None  # torch's call of the module, while the forward runs
+
+    def is_interrupted(self) -> bool:
+        """Whether the forward has ended without its hooks, which torch calls after exceptions but not after Ctrl-C."""
+        return self.caller is not None and not is_running(self.caller)
+
+
+def caller_of(frame: FrameType) -> FrameType:
+    """The innermost frame from this one outwards that is not fastdp's: what has called its hook on a module."""
+    return next(each for each in frames(frame) if not each.f_code.co_filename.startswith(FASTDP))
 
 
 class Expected:

@@ -82,6 +82,14 @@ def leave(mode: Any) -> None:
         remove(mode)
 
 
+def end(*modes: Any) -> None:
+    """Take modes off that were entered. One that is making a call just now is taken off by a later `remove_over`."""
+    for mode in modes:
+        mode.over = True
+    _pushed().extend(modes)
+    remove(*modes)
+
+
 class Dispatching:
     """Beside torch's mode, not of it: what a subclass of the mode itself defines makes torch import torch._dynamo,
     which takes seconds."""

@@ -75,6 +75,10 @@ class Engine:
         if why:
             self.reads.note(why, None, place)
 
+    def drop_interrupted(self) -> None:
+        """A pass is on whose forward, or one that a backward computed again, was ended by Ctrl-C."""
+        raise NotImplementedError
+
 
 ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # that are attached to a model
 MANY = 64  # engines: a backward asks all of them
@@ -87,6 +91,13 @@ def attached(engine: Engine) -> None:
         gc.collect()
         _MOST[0] = max(MANY, 2 * len(ENGINES))
     ENGINES.add(engine)
+
+
+def drop_interrupted() -> None:
+    """End the passes of this thread whose forwards Ctrl-C has ended, without hooks: it is no Exception."""
+    for engine in list(ENGINES):
+        if (active := engine.running.active) is not None and active.is_interrupted():
+            engine.drop_interrupted()
 
 
 def parameters() -> set[int]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..batch_axis.calls import bind
 from ..batch_axis.probing import asking
+from ..engine.mode_stack import remove
 from ..errors import GraphError
 from ..utils.pytree import tensors_of
 from ..utils.rng_state import random_states, same_states
@@ -328,6 +329,9 @@ class Watch(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+
+    def __exit__(self, *problem: Any) -> None:
+        remove(self)  # (from beneath the mode of a forward that Ctrl-C has ended)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._GIVING and args and isinstance(args[0], Tensor) and self.recorder.changes(args[0]):

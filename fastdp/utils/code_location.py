@@ -30,6 +30,15 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_running(frame: FrameType) -> bool:
+    """Whether what runs in this frame has not ended; if it has, its local variables are given up."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
 @functools.lru_cache(maxsize=1024)
 def is_librarys(name: str) -> bool:
     """Whether a file is torch's or fastdp's."""

@@ -253,7 +253,10 @@ def test_a_refused_backward_leaves_no_old_norms():
         engine.norms()
 
 
-def test_ctrl_c_in_the_forward():
+@pytest.mark.parametrize("other", [False, True])
+def test_ctrl_c_in_the_forward(other):
+    """As in a notebook, where one goes on with the same model, or makes another."""
+
     class Interrupted(nn.Module):
         fail = True
 
@@ -267,8 +270,13 @@ def test_ctrl_c_in_the_forward():
     with pytest.raises(KeyboardInterrupt):
         model(torch.randn(B, 4))
     model[1].fail = False
-    model(torch.randn(B, 4)).square().sum(1).mean().backward()
-    assert engine.norms().shape == (B,)
+    if other:
+        x = torch.randn(B, 4)
+        x.numpy()[0] = 1.0
+        x = x + torch.ones(B, 4)  # (the mode, over by now, goes with the next forward)
+        engine = fastdp.PerSampleGradients(model := nn.Linear(4, 2))
+    model(torch.randn(B + 2, 4)).square().sum(1).mean().backward()
+    assert engine.norms().shape == (B + 2,)
     engine.detach()
     assert not torch.overrides._get_current_function_mode_stack()
 
