@@ -56,7 +56,8 @@ class LoaderBatch:
         if current_batch.active_loaders() > 1 and current_batch.active_loaders(self._born) != 1:
             raise StepError(
                 "several Poisson loaders are being iterated, and the model's input does not show of which it is: make "
-                "it in the dataset, the collate_fn or the model, or train a step on its loader before the others begin"
+                "it in the dataset, the collate_fn or the model, or train a step on its loader before the others "
+                "begin. If this model trains on none of them, end their iterations first (del the iterators)"
             )
         found = current_batch.current()
         if found is not None and found.moment < self._born and (found.size < 0 or self._loader is None):

@@ -37,7 +37,10 @@ def check_unattached(model: nn.Module) -> None:
                 "whole model, one process a device (torchrun). To compile it, wrap what torch.compile returns."
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
+            raise ParameterError(
+                f"{type(module).__name__} is a script (torch.jit), whose calls fastdp does not see: attach fastdp to the "
+                "model that was scripted, or derive the class from nn.Module"
+            )
         if hook_of(module) and not is_stateless(module):  # (an activation may be an argument's default, of many models)
             raise ParameterError(
                 "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "

@@ -87,7 +87,7 @@ class Forward(Engine):
     def detach(self) -> None:
         """Take every hook off the model."""
         self.drop_interrupted()
-        loss_tracking.stop()
+        loss_tracking.stop(self)
         self.take_off()
 
     def take_off(self) -> None:

@@ -71,7 +71,7 @@ class LossTracking(TorchFunctionMode):
         if self.over or func is torch.autograd.grad:
             engine = self.what.engine()
             if not self.over and engine is not None and engine.graphed is not None:
-                engine.graphed.gradients_asked()
+                engine.graphed.gradients_asked(tensors_in(args[0] if args else kwargs.get("outputs")))
             return func(*args, **kwargs) if self.over else later_copies.differentiated(func, args, kwargs, self)
         if self.batch <= 1 and self.waiting:
             self._choose(tensors_in((args, kwargs)))
@@ -307,14 +307,8 @@ class LossTracking(TorchFunctionMode):
         return found
 
 
-def start(
-    batch: int,
-    moment: Generation,
-    engine: Engine,
-    outputs: list[Layout],
-    arrivals: Sequence[Arrival] = (),
-    forward: Pass | None = None,
-) -> None:
+def start(batch: int, moment: Generation, engine: Engine, outputs: list[Layout], arrivals: Sequence[Arrival] = (),
+          forward: Pass | None = None) -> None:  # fmt: skip
     """Follow a batch (that went through this forward) until `stop` or its backward, or until its graph is gone."""
     pause()
     waiting: list[TrackedLoss] = _HERE.waiting
@@ -324,6 +318,11 @@ def start(
     if batch > 1 or forward is not None:
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
         waiting.append(TrackedLoss(batch, moment, engine, mixed, arrivals, forward))
+    _follow(waiting)
+
+
+def _follow(waiting: list[TrackedLoss]) -> None:
+    """Follow the last of these, while the others wait."""
     if waiting:
         _HERE.following = LossTracking(waiting.pop(), waiting)
         insert(_HERE.following)
@@ -392,9 +391,9 @@ def swept() -> Iterator[None]:
             later_copies.begin()
 
 
-def stop() -> None:
-    """Follow no longer in this thread."""
+def stop(engine: Engine | None = None) -> None:
+    """Follow no longer in this thread: an engine's batches, or all."""
+    pause()
+    others = [what for what in _HERE.waiting if engine is not None and what.engine() is not engine]
     _HERE.waiting = []
-    if (found := present()) is not None:
-        found.finish()
-    sweep()
+    _follow(others)

@@ -144,7 +144,7 @@ def verify(
     if tolerance is None:
         half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
         tolerance = 5e-2 if half else 1e-4
-    loss_tracking.stop()  # of a forward before, whose backward has not come
+    followed = loss_tracking.set_aside()  # of a forward before, whose backward has not come
     standing = Standing(model, loss_fn, pool.batch)
     refusal: FastDPError | None = None
     try:
@@ -163,6 +163,7 @@ def verify(
         report = VerifyReport.failed(min(samples, pool.samples), tolerance, problem)
     finally:
         standing.put_back()
+        loss_tracking.take_up(followed)
     report.looked_at.insert(0, _records_seen(pool, report.samples, total))
     report.not_looked_at += _not_looked_at(model, work.base if report.ok else None)
     if report.ok:

@@ -239,6 +239,19 @@ def test_another_model_is_trained_meanwhile(whole_step: bool, refused: bool, row
         one.step()
 
 
+@pytest.mark.parametrize("verified", [False, True])
+def test_another_model_is_verified_or_detached_meanwhile(verified: bool) -> None:
+    (first, _), (second, two), (x, y) = new(), new(), data()
+    for loss_of in (coupled, lambda out: F.cross_entropy(out, y)):
+        out = first(x)
+        if verified:
+            fastdp.verify(second, lambda model, given: F.cross_entropy(model(given[0]), given[1]), (x, y))
+        else:
+            two.detach()
+        with pytest.raises(SampleMixingError) if loss_of is coupled else contextlib.nullcontext():
+            loss_of(out).backward()
+
+
 def test_two_batches_of_one_model() -> None:
     fastdp.PerSampleGradients(model := nn.Linear(D, C))
     (x, y), (more, labels) = data(), data(6)
