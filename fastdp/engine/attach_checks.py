@@ -38,8 +38,8 @@ def check_unattached(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(
-                f"{type(module).__name__} is a script (torch.jit), whose calls fastdp does not see: attach fastdp to the "
-                "model that was scripted, or derive the class from nn.Module"
+                f"{type(module).__name__} is a script (torch.jit), whose calls fastdp does not see: attach fastdp to "
+                "the model that was scripted, or derive the class from nn.Module"
             )
         if hook_of(module) and not is_stateless(module):  # (an activation may be an argument's default, of many models)
             raise ParameterError(
