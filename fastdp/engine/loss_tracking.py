@@ -71,7 +71,7 @@ class LossTracking(TorchFunctionMode):
         if self.over or func is torch.autograd.grad:
             engine = self.what.engine()
             if not self.over and engine is not None and engine.graphed is not None:
-                engine.graphed.gradients_asked(tensors_in(args[0] if args else kwargs.get("outputs")))
+                engine.graphed.gradients_asked()
             return func(*args, **kwargs) if self.over else later_copies.differentiated(func, args, kwargs, self)
         if self.batch <= 1 and self.waiting:
             self._choose(tensors_in((args, kwargs)))

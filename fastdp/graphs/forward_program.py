@@ -86,14 +86,6 @@ class Outputs:
 
     def look(self, roots: Sequence[Tensor]) -> None:
         """A backward begins: which tensors it comes to from without (the model may have gone on with what it gives)."""
-        reached, inner = self.met_from(roots)
-        self.reached, self.inner = self.reached | reached, self.inner or inner
-        hooked = (t.retains_grad or len(t._backward_hooks or ()) > 1 for t in self._tensors)  # (one is the engine's)
-        self.hooked, self._tensors = self.hooked or any(hooked), []
-
-    def met_from(self, roots: Sequence[Tensor]) -> tuple[set[int], bool]:
-        """The numbers of the tensors that a graph comes to first, and whether it comes to the forward past them."""
-        reached, inner = set[int](), False
         last = max((number for number, _ in self._nodes), default=-1)
         edges: list[Any] = [(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None]
         seen = set[Any]()
@@ -103,12 +95,13 @@ class Outputs:
                 continue
             if (number := node._sequence_nr()) <= last:  # of the forward, or of what was before it
                 found = [k for k, own in enumerate(self._nodes) if own == (number, place)]
-                reached.update(found)
-                inner = inner or (not found and number > self._begin)
+                self.reached.update(found)
+                self.inner = self.inner or (not found and number > self._begin)
             else:
                 seen.add(node)
                 edges += node.next_functions
-        return reached, inner
+        hooked = (t.retains_grad or len(t._backward_hooks or ()) > 1 for t in self._tensors)  # (one is the engine's)
+        self.hooked, self._tensors = self.hooked or any(hooked), []
 
     def is_like(self, out: Any, batch: int) -> bool:
         """Whether a forward of so many samples gives the same tensors, of which the same require grad, with rows of the

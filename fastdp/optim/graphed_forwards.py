@@ -318,9 +318,9 @@ class GraphedForwards:
                     shape.noted = None
                 noted.passed = True
 
-    def gradients_asked(self, roots: Sequence[Tensor]) -> None:
-        """torch.autograd.grad was called of these, which may be made of outputs: a replay has no graph between them."""
-        if self._last is not None and any(self._last.met_from(roots)):
+    def gradients_asked(self) -> None:
+        """torch.autograd.grad was called, of outputs perhaps, between which a replay has no graph."""
+        if self._last is not None:
             self._last.hooked = True
 
     def _takes_others(self, shape: Shape) -> None:

@@ -65,17 +65,6 @@ def test_objects_of_others_are_left_alone() -> None:
     assert optimizer._privacy.graphs.replayed > 3 and len(kept) == 2
 
 
-def test_gradients_of_an_ordinary_model_do_not_end_replays() -> None:
-    other = nn.Linear(D, 1)
-
-    def step(m: Model, k: int) -> Tensor:
-        out = m(batch(k)[0])
-        torch.autograd.grad(other(batch(k)[0]).sum(), list(other.parameters()))
-        return loss_of(out, k)
-
-    assert told_of(plain, step).replayed > 3
-
-
 @pytest.mark.parametrize("jointly", [False, True])
 def test_two_models_before_their_backwards(jointly: bool) -> None:
     """They share a module without parameters, whose call within one model's forward is no forward of the other's. Rows
