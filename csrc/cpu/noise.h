@@ -150,13 +150,32 @@ struct Stream {
 
 alignas(64) inline const double zeros[TILE] = {};
 
-// One array of a tile: where it lies, or a copy of it in the arithmetic's type.
+// What of a tile is one tensor's: its elements [from, to), where element 0 would be the tensor's element `start`.
+struct Piece {
+    const fastdp_tensor *tensor;
+    int64_t start;
+    int from, to;
+};
+
+INLINE Piece piece_of(const Work &work, Place place) {
+    const fastdp_tensor &x = work.tensors[place.tensor];
+    const int64_t start = place.tile * TILE - x.offset;
+    return {&x, start, (int)std::max<int64_t>(0, -start), (int)std::min<int64_t>(TILE, x.count - start)};
+}
+
+// One array of a tile: where it lies, or a copy of its pieces in the arithmetic's type.
 template <class T>
-__attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from, int to, bool read, T *copy) {
-    if (data == nullptr) return nullptr;
-    if (type == type_of<T>() && to - from == TILE) return (T *)data + begin;
-    if (to - from < TILE || !read) std::memset(copy, 0, TILE * sizeof(T));
-    if (read) load(type, data, begin + from, to - from, copy + from);
+__attribute__((noinline)) T *fetch(const std::vector<Piece> &pieces, void *fastdp_tensor::*array, int fastdp_tensor::*type,
+                                   bool read, T *copy) {
+    const Piece &first = pieces.front();
+    const bool whole = first.to - first.from == TILE;
+    if (first.tensor->*array == nullptr) return nullptr;
+    if (first.tensor->*type == type_of<T>() && whole) return (T *)(first.tensor->*array) + first.start;
+    if (!whole || !read) std::memset(copy, 0, TILE * sizeof(T));
+    for (const Piece &piece : pieces) {
+        const int64_t at = piece.start + piece.from;
+        if (read) load(piece.tensor->*type, piece.tensor->*array, at, piece.to - piece.from, copy + piece.from);
+    }
     return copy;
 }
 

@@ -197,7 +197,7 @@ __attribute__((noinline)) void correlated(Tile<T> tile, const Amounts<T> &by, ui
     }
 }
 
-// The tiles [begin, end) of the work's list.
+// The tiles [begin, end) of the work's list. Small tensors that lie in one tile are worked off together.
 template <class T, class Update>
 void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t end) {
     alignas(64) uint32_t words[2][AT_ONCE * 16 * W];
@@ -214,18 +214,23 @@ void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t e
     } else {
         group<1, false>(stream, words[0], nullptr, Tile<T>{}, 0, by, NoUpdate());
     }
-    for (int64_t number = begin; number < end; ++number) {
-        const fastdp_tensor &x = work.tensors[place.tensor];
-        const Place after = number + 1 < end ? place_after(work, place, number + 1) : place;
-        const int64_t start = place.tile * TILE - x.offset;  // of the tile, in the tensor
-        const int from = (int)std::max<int64_t>(0, -start), to = (int)std::min<int64_t>(TILE, x.count - start);
-        T *sum = fetch(x.sum, x.sum_type, start, from, to, work.read != 0, copy[0]);
+    std::vector<Piece> pieces;
+    for (int64_t number = begin; number < end;) {
+        pieces.assign(1, piece_of(work, place));
+        Place after = place;
+        while (++number < end) {
+            after = place_after(work, after, number);
+            const Piece next = piece_of(work, after);
+            if (after.tile != place.tile || next.from < pieces.back().to) break;
+            pieces.push_back(next);
+        }
+        T *sum = fetch(pieces, &fastdp_tensor::sum, &fastdp_tensor::sum_type, work.read != 0, copy[0]);
         Tile<T> tile;
         tile.sum = work.read ? sum : (const T *)(const void *)zeros;
         tile.grad = work.keep ? sum : copy[0];
-        tile.param = fetch(x.param, x.param_type, start, from, to, true, copy[1]);
-        tile.first = fetch(x.first, x.first_type, start, from, to, true, copy[2]);
-        tile.second = fetch(x.second, x.second_type, start, from, to, true, copy[3]);
+        tile.param = fetch(pieces, &fastdp_tensor::param, &fastdp_tensor::param_type, true, copy[1]);
+        tile.first = fetch(pieces, &fastdp_tensor::first, &fastdp_tensor::first_type, true, copy[2]);
+        tile.second = fetch(pieces, &fastdp_tensor::second, &fastdp_tensor::second_type, true, copy[3]);
         tile.block = place.tile * LANES;
         if (!noisy) without_noise(tile, by.scale, update);
         if (by.count > 0) {
@@ -237,11 +242,15 @@ void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t e
             stream.count_from(last ? after.tile * LANES : place.tile * LANES + lane + W);
             group<1, true>(stream, words[turn ^ 1], words[turn], tile, lane, by, update);
         }
-        const int count = to - from;
-        if (work.keep && tile.grad == copy[0]) store(x.sum_type, copy[0] + from, count, x.sum, start + from);
-        if (tile.param == copy[1]) store(x.param_type, copy[1] + from, count, x.param, start + from);
-        if (tile.first == copy[2]) store(x.first_type, copy[2] + from, count, x.first, start + from);
-        if (tile.second == copy[3]) store(x.second_type, copy[3] + from, count, x.second, start + from);
+        for (const Piece &piece : pieces) {
+            const fastdp_tensor &x = *piece.tensor;
+            const int from = piece.from, count = piece.to - from;
+            const int64_t at = piece.start + from;
+            if (work.keep && tile.grad == copy[0]) store(x.sum_type, copy[0] + from, count, x.sum, at);
+            if (tile.param == copy[1]) store(x.param_type, copy[1] + from, count, x.param, at);
+            if (tile.first == copy[2]) store(x.first_type, copy[2] + from, count, x.first, at);
+            if (tile.second == copy[3]) store(x.second_type, copy[3] + from, count, x.second, at);
+        }
         place = after;
     }
 }
