@@ -81,13 +81,14 @@ void tensors_in(PyObject *nest, std::vector<PyObject *> &found) {
 }
 
 // The known calls of one pass. known: layouts of results by signature; captures: `KnownCapture` of calls with
-// parameters; stack: the modules whose forwards run; asked: told of sizes that Python asks for.
+// parameters; stack: the modules whose forwards run; sizes: told of sizes that Python asks for (`python_sizes.Sizes`).
 class KnownCalls {
   public:
     KnownCalls(py::dict known, py::dict captures, std::int64_t batch, py::dict tracked, py::list stack,
-               py::object asked)
+               const py::object &sizes)
         : known_(std::move(known)), captures_(std::move(captures)), tracked_(std::move(tracked)),
-          batch_object_(py::int_(batch)), stack_(std::move(stack)), asked_(std::move(asked)), batch_(batch) {}
+          asked_before_(sizes.attr("asked_before")), batch_object_(py::int_(batch)), stack_(std::move(stack)),
+          asked_(sizes.attr("asked")), codes_(sizes.attr("codes")), librarys_(sizes.attr("librarys")), batch_(batch) {}
 
     // What the call gives, if it is known; MISSED otherwise, with nothing done.
     PyObject *call(PyObject *forward_pass, PyObject *function, PyObject *args, PyObject *kwargs) {
@@ -142,10 +143,39 @@ class KnownCalls {
             if (is_tensor(tensor) && entry(notes_of(tensor).get(), names->LAYOUT) != nullptr) {
                 PyObject *dim = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1) : nullptr;
                 if (dim == nullptr && kwargs != nullptr && PyDict_Check(kwargs)) dim = PyDict_GetItemString(kwargs, "dim");
-                checked(PyObject_CallFunctionObjArgs(asked_.ptr(), tensor, out.get(), batch_object_.ptr(), dim, nullptr));
+                if (!is_known_answer(tensor, out.get(), dim == nullptr ? Py_None : dim)) {
+                    checked(PyObject_CallFunctionObjArgs(asked_.ptr(), tensor, out.get(), batch_object_.ptr(), dim, nullptr));
+                }
             }
         }
         return out.release();
+    }
+
+    // Whether the same code, called by the same, has had this answer in this forward: `Sizes.asked` would note nothing.
+    bool is_known_answer(PyObject *tensor, PyObject *found, PyObject *dim) {
+        const Ref notes = notes_of(tensor);
+        if (entry(notes.get(), names->COUNTED) != nullptr) return false;
+        Ref frame((PyObject *)PyThreadState_GetFrame(PyThreadState_Get()));
+        if (!frame) return false;
+        const Ref layout = checked(PyLong_FromVoidPtr(entry(notes.get(), names->LAYOUT)));
+        const Ref key = checked(PyTuple_Pack(6, code_of(frame).get(), attribute(frame.get(), names->f_lasti).get(),
+                                             layout.get(), attribute(tensor, names->shape).get(), found, dim));
+        PyObject *before = entry(asked_before_.ptr(), key.get());
+        if (before == nullptr) return false;
+        if (PyTuple_GET_ITEM(before, 1) == Py_False) return true;
+        for (; frame; frame = Ref((PyObject *)PyFrame_GetBack((PyFrameObject *)frame.get()))) {
+            const Ref code = code_of(frame);
+            if (!is_in(codes_.ptr(), code.get())) return is_in(librarys_.ptr(), code.get());
+        }
+        return true;
+    }
+
+    static Ref code_of(const Ref &frame) { return Ref((PyObject *)PyFrame_GetCode((PyFrameObject *)frame.get())); }
+
+    static bool is_in(PyObject *set, PyObject *value) {
+        const int found = PySet_Contains(set, value);
+        if (found < 0) throw Raised{};
+        return found != 0;
     }
 
     // Whether the one tensor of a call is a constant that was made in sight.
@@ -223,11 +253,7 @@ class KnownCalls {
         return is(forward_pass, names->by_nodes) && number(attribute(names->forward_ad, names->current_level).get()) < 0;
     }
 
-    static bool is_telling(PyObject *function) {
-        const int found = PySet_Contains(names->telling, function);
-        if (found < 0) throw Raised{};
-        return found != 0;
-    }
+    static bool is_telling(PyObject *function) { return is_in(names->telling, function); }
 
     Ref described(PyObject *function, std::int64_t code, PyObject *args, PyObject *kwargs, bool combined) {
         const std::int64_t kind = code & KIND;
@@ -286,10 +312,11 @@ class KnownCalls {
         }
     }
 
-    py::dict known_, captures_, tracked_;
+    py::dict known_, captures_, tracked_, asked_before_;
     py::object batch_object_;
     py::list stack_;
     py::object asked_;
+    py::set codes_, librarys_;
     const std::int64_t batch_;
 };
 
@@ -342,7 +369,7 @@ void serve(const py::object &self, const py::object &mode) {
 void bind_known_calls(py::module_ &module) {
     module.def("set_vocabulary", &set_vocabulary, "what `KnownCalls` is written with; see known_calls.cpp");
     py::class_<KnownCalls>(module, "KnownCalls", "the known calls of a pass; see fastdp/engine/known_calls.py")
-        .def(py::init<py::dict, py::dict, std::int64_t, py::dict, py::list, py::object>())
+        .def(py::init<py::dict, py::dict, std::int64_t, py::dict, py::list, const py::object &>())
         .def("serve", &serve, "let the calls be made where a mode sees them, before its __torch_function__")
         .def("signature", [](KnownCalls &self, py::handle function, const py::tuple &args, const py::dict &kwargs) {
             return py::reinterpret_steal<py::object>(self.signature(function.ptr(), args.ptr(), kwargs.ptr()));

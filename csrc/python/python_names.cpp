@@ -54,7 +54,7 @@ void set_vocabulary(const py::dict &vocabulary, const py::dict &places) {
     found->TOKEN = given(v, "TOKEN"), found->HELD = given(v, "HELD"), found->MADE = given(v, "MADE");
     found->LINK = given(v, "LINK"), found->UNTRACKED = given(v, "UNTRACKED"), found->PARTS = given(v, "PARTS");
     found->GATHERED = given(v, "GATHERED"), found->NUMBER = given(v, "NUMBER");
-    found->NUMBER_OF = given(v, "NUMBER_OF");
+    found->NUMBER_OF = given(v, "NUMBER_OF"), found->COUNTED = given(v, "COUNTED");
     const auto place = [&](const char *name) { return places[name].cast<Py_ssize_t>(); };
     found->batch = place("batch"), found->dim = place("dim");
     found->outer = place("outer"), found->inner = place("inner");

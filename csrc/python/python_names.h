@@ -11,7 +11,7 @@ struct PythonNames {
     PyObject *tensor, *parameter, *layout, *kinds, *moments, *telling, *holding, *missed;
     PyObject *tag, *drop_gone, *under_functorch, *grad_enabled;
     PyObject *LAYOUT, *MOMENT, *TAGGED_AT, *RELAID, *INPUT, *PRESUMED, *TOKEN, *HELD, *MADE, *LINK, *UNTRACKED, *PARTS,
-        *GATHERED, *NUMBER, *NUMBER_OF;
+        *GATHERED, *NUMBER, *NUMBER_OF, *COUNTED;
     PyObject *any_autocast, *autocast, *modes, *disabled, *saving_hooks, *repeat, *native, *forward_ad;
     Py_ssize_t batch, dim, outer, inner, owner, mixed, order, is_row_index, alone, piece;
     PyObject *is_nested = interned("is_nested"), *requires_grad = interned("requires_grad"), *shape = interned("shape"),
@@ -32,7 +32,8 @@ struct PythonNames {
              *current_level = interned("_current_level"), *lowers = interned("lowers"),
              *watcher = interned("watcher"), *exposed = interned("exposed"), *anything = interned("anything"),
              *known_calls = interned("_known_calls"), *torch_function = interned("__torch_function__"), *zero = PyLong_FromLong(0),
-             *enter = interned("__enter__"), *exit = interned("__exit__");
+             *enter = interned("__enter__"), *exit = interned("__exit__"),
+             *f_lasti = interned("f_lasti");
 };
 extern PythonNames *names;
 

@@ -72,7 +72,8 @@ class Sizes:
 
     def __init__(self) -> None:
         self._batch = 0
-        self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
+        # that asked for sizes, in this forward; torch's and fastdp's that were met (known_calls.cpp reads both)
+        self.codes, self.librarys = set[CodeType](), set[CodeType]()
         self._lines: dict[tuple[CodeType, int], set[int]] = {}  # that asked for sizes: those told but the batch's
         self._dims: dict[tuple[CodeType, int], int] = {}  # where in a shape that a line took the batch's size stands
         self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
@@ -84,16 +85,16 @@ class Sizes:
         self._divisors: dict[Any, tuple[int, set[float]]] = {}  # of sums, by place: in its first forward
         self._beside: set[int] = set()  # sizes told in this forward that are of another dimension
         # by place and shape: what was told in this forward, and whether the batch's size was
-        self._asked: dict[Any, tuple[Layout, bool]] = {}
+        self.asked_before: dict[Any, tuple[Layout, bool]] = {}
         self._forwards = 0
 
     def begin(self) -> None:
         """A forward begins."""
         self._forwards += 1
-        self._codes.clear()
+        self.codes.clear()
         self._told.clear()
         self._beside.clear()
-        self._asked.clear()
+        self.asked_before.clear()
 
     def asked(self, tensor: Any, found: Any, batch: int, dim: int | None = None) -> None:
         """Python asked for the size of a tensor. dim: of one dimension."""
@@ -108,15 +109,16 @@ class Sizes:
             tells = self._note_asked(tensor, layout, found, dim, frame)
         else:
             key = (frame.f_code, frame.f_lasti, id(layout), tensor.shape, found, dim)
-            if key not in self._asked:  # (the layout stays there, and its id is its own)
-                self._asked[key] = layout, self._note_asked(tensor, layout, found, dim, frame)
-            tells = self._asked[key][1]
+            if key not in self.asked_before:  # (the layout stays there, and its id is its own)
+                self.asked_before[key] = layout, self._note_asked(tensor, layout, found, dim, frame)
+            tells = self.asked_before[key][1]
         while tells and frame is not None:  # (asked for hundreds of times in a forward)
             code = frame.f_code  # and whoever asks by functions of his own
-            if code not in self._codes:
+            if code not in self.codes:
                 if is_librarys(code.co_filename):
+                    self.librarys.add(code)
                     return
-                self._codes.add(code)
+                self.codes.add(code)
             frame = frame.f_back
 
     def _note_asked(self, tensor: Tensor, layout: Layout, found: Any, dim: int | None, frame: Any) -> bool:
@@ -171,24 +173,24 @@ class Sizes:
         if number is None:
             return
         out.__dict__[tensor_notes.NUMBER] = number
-        if self._codes and name not in operator_table.COMPUTING and tensor_notes.NUMBER_OF not in out.__dict__:
+        if self.codes and name not in operator_table.COMPUTING and tensor_notes.NUMBER_OF not in out.__dict__:
             found = next((what for told, what in self._sources(self._batch) if is_size(float(number), told)), None)
-            if found is not None and (number in self._told or not is_written(number, self._codes)):
+            if found is not None and (number in self._told or not is_written(number, self.codes)):
                 out.__dict__[tensor_notes.NUMBER_OF] = found
 
     def has_told(self, number: float) -> bool:
         """Whether the code that calls now has asked for sizes of the batch, and this number is most likely one: it is
         neither written down there as a constant, nor a fraction, which no size is."""
-        if self._codes and number != int(number):
+        if self.codes and number != int(number):
             return self._is_inverse("inverse", self._batch, number)
         if number in self._beside or (number != self._batch and is_product(int(number), self._beside)):
             return False  # as likely of other dimensions
-        for frame in frames(sys._getframe(2)) if self._codes else ():
+        for frame in frames(sys._getframe(2)) if self.codes else ():
             if not _is_ours(frame.f_code.co_filename) and (
-                literal_in_code(frame, number, self._codes) or is_named_square(frame, number, self._batch)
+                literal_in_code(frame, number, self.codes) or is_named_square(frame, number, self._batch)
             ):
                 return False
-            if frame.f_code in self._codes:
+            if frame.f_code in self.codes:
                 return True
         return False
 
@@ -196,9 +198,9 @@ class Sizes:
         """Whether a size that equals the batch's is, by the code that calls now, most likely that: neither written down
         nor taken from elsewhere. certain: it was told as that, where it stands or its variable was assigned."""
         calling = [frame for frame in frames(sys._getframe(1)) if not _is_ours(frame.f_code.co_filename)]
-        asking = max((place for place, frame in enumerate(calling, 1) if frame.f_code in self._codes), default=0)
+        asking = max((place for place, frame in enumerate(calling, 1) if frame.f_code in self.codes), default=0)
         for frame in calling[:asking]:
-            if literal_in_code(frame, self._batch, self._codes):
+            if literal_in_code(frame, self._batch, self.codes):
                 return False
             if (told := self._told_at(frame)) is not None:
                 return told
@@ -210,7 +212,7 @@ class Sizes:
         if any(_BATCH in (at := self._lines.get((code, line), ())) and self._batch not in at for line in lines):
             return True
         places = assigned(frame, self._batch, lines)
-        if places is None or (not places and code not in self._codes):
+        if places is None or (not places and code not in self.codes):
             return None  # given to this code, or of a library's own making
         found: set[bool | None] = set()
         for line, place in places:
@@ -245,7 +247,7 @@ class Sizes:
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
-        if call.batch <= 1 or call.name not in operator_table.COMPUTING or not self._codes:
+        if call.batch <= 1 or call.name not in operator_table.COMPUTING or not self.codes:
             return "", False
         if any((layout := call.layout(t)) is not None and layout.total for t in call.args):
             return "", False  # a sum over the samples may be divided by their number
@@ -332,7 +334,7 @@ class Sizes:
 
     def _of(self, call: Call, number: float, doubtful: bool = False) -> tuple[str, bool]:
         """doubtful: nothing is said until it follows a size; so is a number in code that has not asked for one."""
-        frame: Any = next((each for each in frames(sys._getframe(2)) if each.f_code in self._codes), None)
+        frame: Any = next((each for each in frames(sys._getframe(2)) if each.f_code in self.codes), None)
         if frame is None:
             frame, doubtful = users(sys._getframe(2)), True
         if frame is None:
@@ -353,7 +355,7 @@ class Sizes:
             return "", False  # as likely of another dimension
         followed = self._followed.setdefault(place, _Followed())
         certain = followed.take(self._forwards, source, number, bool(what))
-        doubtful = doubtful or followed.enough > 2 or is_written(number, self._codes)
+        doubtful = doubtful or followed.enough > 2 or is_written(number, self.codes)
         if not what or (doubtful and not certain):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain

@@ -7,7 +7,7 @@ no rows in an order of their own, nothing mixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..batch_axis.calls import Call, rule_of
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import function_name, is_in_place
 from ..batch_axis.python_reads import GIVING
+from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.tensor_notes import NUMBER, NUMBER_OF, UNTRACKED
 from ..grad_sample.attention import COMPOSITES
 from ..grad_sample.parameter_links import link_of
@@ -27,9 +28,9 @@ from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
 from ..utils.cache import Answers
 from ..utils.pytree import tensors_in
-from .known_calls import known_calls, note_kind
+from .known_calls import KnownCapture, known_calls, note_kind
 
-_KINDS = Answers()
+_KINDS, _LAYOUTS = Answers(), Answers()
 # what they do beside their result, each time: numbers and memory leave torch, or a tensor comes to other memory
 _TELLING = GIVING | operator_table.READING | {Tensor.data.__set__}  # type: ignore[attr-defined]
 _BY_NUMBERS = operator_table.BY_LENGTHS | {"tensor_split"}  # (of a tensor of places, which may be a constant)
@@ -120,12 +121,12 @@ class Memo:
         except TypeError:  # an argument without a hash
             return None
 
-    def calls_of(self, batch: int, tracked: dict[int, str], stack: list[str], asked: Callable[..., None]) -> Any:
+    def calls_of(self, batch: int, tracked: dict[int, str], stack: list[str], sizes: Sizes) -> Any:
         """The calls of a pass that are known, as the extension serves them; None without it."""
         if self._rules != USE_RULES:
             self._rules = dict(USE_RULES)
             self.captures.clear()
-        return known_calls(self._known, self.captures, batch, tracked, stack, asked)
+        return known_calls(self._known, self.captures, batch, tracked, stack, sizes)
 
     def learn(self, signature: Any, call: Call) -> None:
         """Keep the layouts of the results, if they are plain."""
@@ -137,11 +138,24 @@ class Memo:
                 return
             if (layout is None and had_data) or made_in_sight(tensor):
                 return  # of unknown rows: looked at every time
-            found.append(layout)
+            found.append(_one_object(layout))
         try:
-            self._known[signature] = tuple(found)
+            self._known[_one_object(signature)] = tuple(found)
         except TypeError:
             return
+
+    def learn_capture(self, signature: Any, known: KnownCapture) -> None:
+        """Keep a captured call."""
+        known.call.layout = _one_object(known.call.layout)
+        self.captures[_one_object(signature)] = known
+
+
+def _one_object(part: Any) -> Any:
+    """Equal layouts as one object, so that the parts of signatures are compared by identity."""
+    if type(part) is tuple:
+        return tuple(map(_one_object, part))
+    plain = isinstance(part, Layout) and not part.mixed and part.owner is part.order is part.piece is None
+    return _LAYOUTS.setdefault(part, part) if plain else part
 
 
 def tag_results(out: Any, known: Sequence[Layout | None]) -> Any:

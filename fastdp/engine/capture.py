@@ -81,7 +81,7 @@ class Pass(PassRecord):
         self.mode: Any = _CaptureMode(self)  # None once the forward has ended
         self._applied: list[Applied] | None = None  # captured calls, within a rule
         self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
-        self.known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None
+        self.known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes) if batch > 1 else None
         self.by_nodes = engine.planner.memory_budget is None  # captured calls may be autograd's own nodes
         if self.known_calls is not None:
             self.known_calls.serve(self.mode)
@@ -271,7 +271,7 @@ class Pass(PassRecord):
         if self.known_calls is not None and not self.exposed and (known := captured_by(call, applied)) is not None:
             signature = self.known_calls.signature(call.func, *call.given)
             if signature is not MISSED:
-                self.memo.captures[signature] = known
+                self.memo.learn_capture(signature, known)
 
     def note_applied(self, applied: Applied) -> None:
         if self._applied is not None:

@@ -19,6 +19,7 @@ from ..batch_axis import generations, tensor_notes
 from ..batch_axis.calls import Call
 from ..batch_axis.layout import Layout, tag
 from ..batch_axis.operator_table import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
+from ..batch_axis.python_sizes import Sizes
 from ..grad_sample.captured_call import Applied, Captured, CaptureFunction, Context, Native
 from ..grad_sample.parameter_links import link_of, span_of
 from ..grad_sample.routed_rows import PRODUCTS
@@ -115,12 +116,12 @@ def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs
 
 
 def known_calls(
-    known: Answers, captures: Answers, batch: int, tracked: dict[int, str], stack: list[str], asked: Callable[..., None]
+    known: Answers, captures: Answers, batch: int, tracked: dict[int, str], stack: list[str], sizes: Sizes
 ) -> Any:
     """The `KnownCalls` of a pass; None if the extension is not there.
 
     known: layouts of results by signature; captures: `KnownCapture` by signature; stack: the modules whose forwards
-    run; asked: told of sizes that Python asks for.
+    run; sizes: told of sizes that Python asks for.
     """
     module = native()
     if isinstance(module, str) or not hasattr(module, "KnownCalls"):
@@ -128,7 +129,7 @@ def known_calls(
     if module not in _told:
         module.set_vocabulary(_vocabulary(), {name: place for place, name in enumerate(Layout._fields)})
         _told.append(module)
-    return module.KnownCalls(known, captures, batch, tracked, stack, asked)
+    return module.KnownCalls(known, captures, batch, tracked, stack, sizes)
 
 
 _told: list[Any] = []  # the module that has the vocabulary
@@ -141,7 +142,8 @@ def _autocast() -> tuple[Any, ...]:
 
 def _vocabulary() -> dict[str, Any]:
     names = (
-        "LAYOUT MOMENT TAGGED_AT RELAID INPUT PRESUMED TOKEN HELD MADE LINK UNTRACKED PARTS GATHERED NUMBER NUMBER_OF"
+        "LAYOUT MOMENT TAGGED_AT RELAID INPUT PRESUMED TOKEN HELD MADE LINK UNTRACKED PARTS GATHERED NUMBER NUMBER_OF "
+        "COUNTED"
     ).split()
     return {
         "Tensor": Tensor, "Parameter": nn.Parameter, "Layout": Layout, "kinds": _codes, "moments": generations,

@@ -20,6 +20,7 @@ from fastdp.ops.registry import native
 from fastdp.utils.pytree import tensors_in
 
 from .. import cases
+from ..batch_axis.test_numbers_of_sizes import warned
 
 pytestmark = pytest.mark.skipif(isinstance(native(), str), reason="the extension is not built")
 B, D = 4, 6
@@ -98,3 +99,19 @@ def test_as_in_python(name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) ->
     assert layouts == seen.layouts
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)  # (autograd's node may round in another order than ours)
+
+
+def rows_of(x: Tensor) -> int:
+    return x.shape[0]
+
+
+class Looking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten() if rows_of(x) > 99 else x
+
+
+def test_a_size_that_other_code_was_told_is_of_whoever_asks_for_it_again() -> None:
+    """By the same function; what the same code asks again in one forward is not noted anew."""
+    looking = Looking()
+    assert not warned(lambda m, h: len(looking(h)) and 1.0, [7])
+    assert warned(lambda m, h: (looking(h), rows_of(h))[1], [7])
