@@ -231,6 +231,7 @@ class Like:
         for template in self._templates:  # of what is made of parameters anew in every step, nothing is held
             template.use.operand = leaves_of(template.use.operand)[0]
         self._arranged = gradients.arranged
+        self.on_cpu = all(use.operand.device.type == "cpu" for use in gradients.uses)
         self._timed = gradients.uses[0].clock is not None
         self._plan = gradients.plan = Plan(gradients)
 
@@ -315,7 +316,8 @@ def keep(tape: ForwardRecord, what: Captured | ParameterUse, given: Given | None
         record_kept(tape, record)
         return False
     tape.kept.append(kept)
-    tape.streams.note(kept, kept.holds()[0].device)
+    if not tape.like.on_cpu:
+        tape.streams.note(kept, kept.holds()[0].device)
     return True
 
 

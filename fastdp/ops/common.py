@@ -38,8 +38,13 @@ def autocast_kinds() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def exactly() -> contextlib.AbstractContextManager[None]:
     """Without autocast: a backward within it would turn products of float32 into 16 bits."""
+    if not torch._C._is_any_autocast_enabled():  # (asked in the backward of every call)
+        return _AS_IT_IS
     kinds = [kind for kind in autocast_kinds() if torch.is_autocast_enabled(kind)]
     return _without_autocast(kinds) if kinds else contextlib.nullcontext()
 

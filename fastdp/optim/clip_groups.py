@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ClipGroups:
     """What an engine's `clip_by_group` asks.
 
-    now: gives the clipping as it is now, of the trained parameters by name, which it gives too.
+    now: gives the clipping as it is now, and the trained parameters by name if groups may be clipped apart.
     loader_batch: while a record stands in for a batch, nothing is clipped within backward, which would count it.
     """
 

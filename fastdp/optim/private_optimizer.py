@@ -74,15 +74,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if early and len(privacy.pending()) > len(early) and privacy.pending()[0] == early[0]:
                 raise StepError(loop_checks.BEFORE_CLOSURE)
         source = self._public or privacy
-        if not privacy.busy:  # a backward through what stands in the parameters' place is not seen
-            check_parameters(self._params(), privacy.engine)
-        refuse_written_grads(privacy.engine, privacy.busy)
-        self._stepped = source.ready()
-        if not self._stepped:
-            return loss
         kind = fused_update.kind_of(base := base_of(self))
         with torch.no_grad():
             with privacy.engine.steady():
+                if not privacy.busy:  # a backward through what stands in the parameters' place is not seen
+                    check_parameters(self._params(), privacy.engine)
+                refuse_written_grads(privacy.engine, privacy.busy)
+                self._stepped = source.ready()
+                if not self._stepped:
+                    return loss
                 check_parameters(self._params(), privacy.engine)
                 privacy.replica.rates = [rate for group in self.param_groups if isinstance(rate := group["lr"], float)]
                 release = checked(source.release(), privacy)

@@ -203,6 +203,8 @@ class PrivateStep:
             warnings.warn(text, stacklevel=3)
 
     def _clipping_now(self) -> tuple[Clipping, dict[str, Tensor]]:
+        if not self.clipping.apart:
+            return self.clipping, {}
         named = self.engine.named_parameters()
         self._check_groups(named)
         return self.clipping, named
