@@ -216,7 +216,7 @@ STALE = (
     "carries samples of an earlier batch (kept from one step to the next: a state, a queue, a memory bank, an average "
     "of activations). A sample of that batch would act in two steps, and clipping does not bound the second. Keep no "
     "data between steps: make it anew in every forward, train it as a parameter, or let only parameters be averaged "
-    "(a momentum encoder)"
+    "(a momentum encoder). Of labels that are written into one buffer for every batch, give the loss a clone()"
 )
 
 

@@ -100,6 +100,10 @@ class Outputs:
             else:
                 seen.add(node)
                 edges += node.next_functions
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold no tensor, after a look at its hooks."""
         hooked = (t.retains_grad or len(t._backward_hooks or ()) > 1 for t in self._tensors)  # (one is the engine's)
         self.hooked, self._tensors = self.hooked or any(hooked), []
 
@@ -215,7 +219,7 @@ class ForwardProgram(StepProgram):
         if self.program.draws:
             self.only = self.only or "it draws random numbers, and would draw more"
         constants = {memory_of(self.program.held[number]) for number in self.program.constants}
-        self.guards = Guards(engine.model, constants)
+        self.guards = Guards(engine.model, constants, read=self.read)
 
     def _choose_way(self, compile: bool, pool: Pool | None) -> None:
         gradients = [(number, *self.example.kinds[number][1:]) for number in self.reached]

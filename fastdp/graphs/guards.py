@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 import types
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from ..ops.common import autocast_kinds
 from ..ops.registry import native
-from ..utils.random_generators import RandomNumbers
+from ..utils.random_generators import RandomNumbers, living
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 _PLACES = ("_parameters", "_buffers")
@@ -32,7 +34,9 @@ _KINDS = (
     functools.partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
 OWN = {*nn.Module().__dict__, "_compiled_call_impl"}  # of every module: looked at in other ways
-_DEPTH, _LARGEST = 6, 1 << 12
+DEPTH = 6
+_LARGEST = 1 << 12
+Attribute = tuple[int, str]  # the number of a module, and a name
 Notes = list[dict[str, Any]]  # of each module, what its attributes are as far as that can be compared
 
 
@@ -50,29 +54,37 @@ class _Itself:
 
 def _comparable(value: Any, met: list[Any], depth: int = 0) -> Any:
     """A value as what can be compared: a number, a word or a function with its type; lists, dicts and configurations of
-    such. What cannot (a tensor, another object) is not looked at. met: takes the lists and dicts."""
+    such. What cannot (a tensor, another object) is not looked at. met: takes what may change in its place."""
     if isinstance(value, _KINDS):
         return type(value), value
-    if isinstance(value, set | frozenset | numpy.ndarray):
+    if isinstance(value, set | frozenset | numpy.ndarray | deque):
         met.append(value)
-        return type(value), _numbers_of(value)
-    if depth < _DEPTH and isinstance(value, dict):
+        return type(value), _numbers_of(value, depth)
+    if depth < DEPTH and isinstance(value, dict):
         met.append(value)
         return {key: _comparable(each, met, depth + 1) for key, each in value.items()}
-    if depth < _DEPTH and type(value) in (list, tuple):
+    if depth < DEPTH and type(value) in (list, tuple):
         if type(value) is list:
             met.append(value)
         return [_comparable(each, met, depth + 1) for each in value]
-    if depth < _DEPTH and is_plain_object(value):
-        return type(value), _comparable(value.__dict__, met, depth + 1)
+    if depth < DEPTH and is_plain_object(value):
+        if hasattr(value, "__dict__"):
+            return type(value), _comparable(value.__dict__, met, depth + 1)
+        met.append(value)
+        return type(value), _numbers_of(value, depth)
     return None
 
 
-def _numbers_of(value: Any) -> Any:
-    """What a set or an array of NumPy holds, as far as that is worth a look at every step."""
+def _numbers_of(value: Any, depth: int = 0) -> Any:
+    """What a set, a queue, an array of NumPy or an object with slots holds, as far as that is worth a look at every
+    step."""
     if isinstance(value, numpy.ndarray):
         return (value.shape, value.tobytes()) if value.dtype != object and value.nbytes <= _LARGEST else None
-    return frozenset(value) if len(value) <= _LARGEST else None
+    if isinstance(value, set | frozenset):
+        return frozenset(value) if len(value) <= _LARGEST else None
+    if isinstance(value, deque):
+        return [_comparable(each, [], depth + 1) for each in value] if len(value) <= _LARGEST else None
+    return _comparable(attributes_of(value), [], depth + 1)
 
 
 def _is_known(note: Any) -> bool:
@@ -82,14 +94,29 @@ def _is_known(note: Any) -> bool:
     return all(map(_is_known, note)) if isinstance(note, list) else note is not None
 
 
-def is_plain_object(value: Any, depth: int = 3) -> bool:
-    """Whether a value is an object that holds numbers, words and such: a configuration, as a rule."""
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """An object's attributes; None of one that has neither a `__dict__` nor slots of its own class's making."""
     held = getattr(value, "__dict__", None)
+    if type(held) is dict:
+        return held
+    if held is not None or type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    named = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} if slots else None
+
+
+def is_plain_object(value: Any, depth: int = 3) -> bool:
+    """Whether a value is an object whose attributes can be looked at: a configuration, as a rule, and not what holds
+    modules, as a trainer does."""
     others = *_KINDS, dict, list, tuple, set, frozenset, nn.Module, Tensor, types.ModuleType
-    if type(held) is not dict or isinstance(value, others):
+    if isinstance(value, others) or (held := attributes_of(value)) is None:
         return False
-    simple = *_KINDS, dict, list, tuple
-    return all(isinstance(x, simple) or (depth and is_plain_object(x, depth - 1)) for x in held.values())
+    simple = *_KINDS, dict, list, tuple, Tensor
+    return all(
+        isinstance(x, simple) or not hasattr(x, "__dict__") or (depth and is_plain_object(x, depth - 1))
+        for x in held.values()
+    )
 
 
 def notes_of(model: nn.Module) -> Notes:
@@ -102,7 +129,7 @@ def _attributes(module: nn.Module, met: list[Any]) -> dict[str, Any]:
     return {name: _comparable(value, met) for name, value in found if name not in OWN or name == "forward"}
 
 
-def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
+def changed_notes(before: Notes, now: Notes) -> list[Attribute]:
     """The numbers of modules and the names of attributes that differ."""
     return [
         (number, name)
@@ -139,13 +166,15 @@ class Guards:
     """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is.
 
     constants: memory of tensors that a recording takes; written: attributes that a forward writes (the length of the
-    last batch), which tell nothing of the next.
+    last batch), which tell nothing of the next; read: those that it reads, as no others decide what it does (all).
     """
 
     def __init__(
-        self, model: nn.Module, constants: Collection[int] = (), written: Collection[tuple[int, str]] = ()
-    ) -> None:
+        self, model: nn.Module, constants: Collection[int] = (), written: Collection[Attribute] = (),
+        read: Collection[Attribute] | None = None,
+    ) -> None:  # fmt: skip
         self.model, self._written = model, frozenset(written)
+        self._read = None if read is None else frozenset(read)
         self._modules = [(path, module, module.training) for path, module in model.named_modules()]
         self._parts = [self._part(module) for _, module, _ in self._modules]
         self._held: list[tuple[dict[str, Any], str, str, Tensor, Any, bool]] = []
@@ -238,6 +267,11 @@ class Guards:
                 return f"a tensor that a module keeps ('{key}') is another"
         return ""
 
+    def _matters(self, attribute: Attribute) -> bool:
+        """Whether what a forward does may depend on it."""
+        read = self._read is None or attribute in self._read or (attribute[0], "__dict__") in self._read
+        return read and attribute not in self._written
+
     def _differs(self, number: int) -> str:
         """What is another of a module, "" if nothing is."""
         path, module, training = self._modules[number]
@@ -248,7 +282,7 @@ class Guards:
             return f"module '{path}' has got or lost hooks, parameters or modules, or is of another class"
         attributes, known = self._notes(module, []), self._attributes[number]
         for name in {**attributes, **known}:
-            if (number, name) not in self._written and attributes.get(name) != known.get(name):
+            if self._matters((number, name)) and attributes.get(name) != known.get(name):
                 return f"module '{path}' has another '{name}'"
         return ""
 
@@ -274,8 +308,8 @@ def _state_of_torch() -> tuple[Any, ...]:
 class Outside:
     """The state beside torch's tensors that a recording must leave alone: random numbers and buffers."""
 
-    def __init__(self, held: dict[str, Tensor], device: torch.device) -> None:
-        self._random = RandomNumbers({device}, [])
+    def __init__(self, model: nn.Module, held: dict[str, Tensor], device: torch.device) -> None:
+        self._random = RandomNumbers({device}, living(model))
         self._held = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in held.items()
                       if not isinstance(tensor, nn.Parameter)}  # fmt: skip
 
@@ -289,5 +323,6 @@ class Outside:
 
     def check(self) -> None:
         """Raises GraphError where random numbers were drawn that a replay would not draw."""
-        if whose := RandomNumbers(set(), []).others_moved(self._random):
+        own = [generator for generator, _ in self._random.own]
+        if whose := RandomNumbers(set(), own).others_moved(self._random):
             raise GraphError(f"the forward or the loss draws numbers of {whose[0]}: a replay would not. Use torch's")

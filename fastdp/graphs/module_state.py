@@ -4,21 +4,24 @@ recording, which calls the forward more often than the user does."""
 from __future__ import annotations
 
 import copy
+import io
 import random
-from collections.abc import Callable
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import nn
 
-from .guards import OWN, is_plain_object
-
-_DEPTH = 4
+from ..errors import GraphError
+from ..utils.code_location import is_librarys
+from .guards import DEPTH, OWN, Attribute, attributes_of, is_plain_object
 
 
 class _Kept(NamedTuple):
-    """A dict or list that modules keep, where, and a copy of it."""
+    """A dict, list, queue or object with slots that modules keep, where, and a copy of what it holds."""
 
     where: str
     own: Any
@@ -26,7 +29,7 @@ class _Kept(NamedTuple):
 
 
 class ModuleState:
-    """The state of a model's modules."""
+    """The state of a model's modules. Raises GraphError for what cannot be set back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[_Kept] = []
@@ -39,7 +42,7 @@ class ModuleState:
             self._kept.append(_Kept(where, module.__dict__, own))
             self._kept.append(_Kept(where, module._buffers, dict(module._buffers)))
             for name, value in own.items():
-                self._take(f"'{name}' {where}", value, _DEPTH)
+                self._take(f"'{name}' {where}", value, DEPTH)
 
     def _take(self, where: str, value: Any, depth: int) -> None:
         if id(value) in self._met or not depth:
@@ -61,11 +64,17 @@ class ModuleState:
             self._take_tensor(where, value)
         elif isinstance(value, numpy.ndarray):
             self._stateful.append((where, value, value.copy(), lambda: value, lambda old: numpy.copyto(value, old)))
-        elif is_plain_object(value):
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            raise GraphError(
+                f"{where} is an iterator, which a recording would take from, and a replay would not: give the forward "
+                "what comes of it as an argument"
+            )
+        elif is_plain_object(value) and hasattr(value, "__dict__"):
             self._take(where, value.__dict__, depth)
-        elif isinstance(value, dict | list):
-            self._kept.append(_Kept(where, value, copy.copy(value)))
-            for each in value.values() if isinstance(value, dict) else value:
+        elif isinstance(value, dict | list | deque) or is_plain_object(value):
+            held = copy.copy(_held_by(value))
+            self._kept.append(_Kept(where, value, held))
+            for each in held.values() if isinstance(held, dict) else held:
                 self._take(where, each, depth - 1)
 
     def _take_tensor(self, where: str, tensor: torch.Tensor) -> None:
@@ -84,11 +93,11 @@ class ModuleState:
     def changed(self) -> str:
         """What is another than it was, "" if nothing is."""
         for where, own, before in self._kept:
-            if isinstance(own, list):
+            if isinstance(own, list | deque):
                 if len(own) != len(before) or not all(map(_is_same, own, before)):
                     return where
                 continue
-            now = {name: value for name, value in own.items() if name not in OWN or name in before}
+            now = {name: value for name, value in _held_by(own).items() if name not in OWN or name in before}
             if why := next((n for n in {**now, **before} if not _is_same(now.get(n), before.get(n))), ""):
                 return where if where.startswith("'") else f"'{why}' {where}"
         for where, _, before, state, _ in self._stateful:
@@ -99,14 +108,60 @@ class ModuleState:
     def restore(self) -> None:
         """All as it was."""
         for _, own, before in self._kept:
-            if isinstance(own, list):
-                own[:] = before
+            if isinstance(own, list | deque):
+                own.clear()
+                own.extend(before)
+                continue
+            if not isinstance(own, dict):
+                for name, value in before.items():
+                    object.__setattr__(own, name, value)
                 continue
             for name in [name for name in own if name not in OWN and name not in before]:
                 dict.__delitem__(own, name)
             dict.update(own, before)  # (a Counter's own would add)
         for _, _, before, _, set_back in self._stateful:
             set_back(before)
+
+
+def _held_by(own: Any) -> Any:
+    """What a dict, list or queue holds, or an object in its slots."""
+    return own if isinstance(own, dict | list | deque) else attributes_of(own)
+
+
+class AttributeReads:
+    """Notes within it which attributes of a model's modules are read, in `read`: also those that are not there.
+
+    Python asks a class for them, so each module's class notes it for as long."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._numbers = {id(module): number for number, module in enumerate(model.modules())}
+        self._getting = {type(module): type(module).__getattribute__ for module in model.modules()}
+        self._own = {kind: kind.__dict__.get("__getattribute__") for kind in self._getting}
+        self.read: set[Attribute] = set()
+
+    def __enter__(self) -> AttributeReads:
+        for kind, get in self._getting.items():
+            kind.__getattribute__ = self._noting(get)  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        for kind, own in self._own.items():
+            if own is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = own  # type: ignore[method-assign]
+
+    def _noting(self, get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        numbers, read = self._numbers, self.read
+
+        def noted(module: Any, name: str) -> Any:
+            number = numbers.get(id(module))
+            # (torch looks into it for parameters, and so do the guards)
+            if number is not None and (name != "__dict__" or not is_librarys(sys._getframe(1).f_code.co_filename)):
+                read.add((number, name))
+            return get(module, name)
+
+        return noted
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -26,7 +26,7 @@ from .batches import Batch, copies, in_turn, one_twice, plain
 from .cuda_graph import Pool
 from .execution import Example, Way, differing, way_of
 from .guards import Guards, Outside, changed_notes, notes_of
-from .module_state import ModuleState
+from .module_state import AttributeReads, ModuleState
 from .program import Program, recording_of
 from .recorder import KeepsParameters, Recorder, Watch
 from .use_templates import store, templates_of
@@ -76,7 +76,8 @@ class StepProgram:
         self._engine, self._loss_fn = engine, loss_fn
         self._arranged: Arranged = {}
         held = Guards(engine.model).held()
-        outside, state = Outside(held, self.device), ModuleState(engine.model)
+        outside, state = Outside(engine.model, held, self.device), ModuleState(engine.model)
+        self._reads = AttributeReads(engine.model)
         own = batch.of_size(leaves, batch.size)
         _MAKING.append(self)
         try:
@@ -100,9 +101,12 @@ class StepProgram:
             fewer = sorted({1, 2, batch.size - 1})
             self.only = self.only or next((why for n in fewer if (why := self._differs_padded(leaves, n))), "")
             self._check_constants()
-            self.written = changed_notes(before, notes_of(engine.model))
+            self.read, self.written = self._reads.read, changed_notes(before, notes_of(engine.model))
             if self.writes_nothing and (changed := state.changed()):
-                raise GraphError(f"the forward writes to {changed}, which a replay would not: give it as an output")
+                raise GraphError(
+                    f"the forward writes to {changed}, which a replay would not: give it as an "
+                    "output, and keep what is made once for each size (a cache) out of the modules (functools.cache)"
+                )
             outside.check()
             self.examples = [Example(each.inputs, each.outputs, each.random) for each in comparable]
             self._choose_way(compile, pool)
@@ -239,7 +243,7 @@ class StepProgram:
         recorder = Recorder(inputs, held, self.device)
         _RECORDING.append(recorder)
         try:
-            with self._engine.collecting() as found, watched(), Watch(recorder), recorder:
+            with self._engine.collecting() as found, watched(), self._reads, Watch(recorder), recorder:
                 losses = self._losses(given)
                 for gradients in found:
                     with torch.no_grad(), exactly():

@@ -9,6 +9,8 @@ from ..errors import GraphError
 from ..graphs.forward_program import ForwardProgram, Outputs
 
 CHANGES = 3  # times, at most, that a shape is recorded anew as the loss takes other outputs, or for one change
+_MISSES = 8  # in a row, of replays in which Python decides another way: then a buffer has changed, perhaps
+_FORWARDS = 4  # before one backward, of which it is noted what they gave
 _ENOUGH = 2  # a size is recorded when it is met that often
 _SIZES = 64  # of which it is counted how often they are met
 _FILLED = 0.75  # of a recorded size, at least, so that its padding is worth less than a recording of its own
@@ -17,23 +19,37 @@ _FILLED = 0.75  # of a recorded size, at least, so that its padding is worth les
 class Shape:
     """Forwards whose arguments differ in the number of samples alone.
 
-    met: how often no recording served, by the number of samples; programs: the recordings; noted: what the last forward
-    by Python gave; example: the same, of the last through which a backward went; exactly: batches of other sizes are
-    not to be padded; due: makes a recording that had to wait; refused: why there is none; changes: of the model, for
-    which it was recorded anew; again: how often the loss took other outputs than before.
+    met: how often no recording served, by the number of samples; programs: the recordings; noted: what the last
+    forwards by Python gave, until a backward; example: the same, of the last through which a backward went; exactly:
+    batches of other sizes are not to be padded; due: makes a recording that had to wait; refused: why there is none;
+    changes: of the model, for which it was recorded anew; again: how often the loss took other outputs than before;
+    misses: replays in a row in which Python decided another way; changed: what is another of the model now.
     """
 
     def __init__(self) -> None:
         self.met = Counter[int]()
-        self.noted: Outputs | None = None
+        self.noted: list[Outputs] = []
         self.example: Outputs | None = None
         self.programs: list[ForwardProgram] = []
         self.exactly = False
         self.refused = ""
         self.waited, self.patience = 0, 64  # forwards since, and how many until it is tried again
         self.due: Callable[[], ForwardProgram] | None = None
-        self.changes, self._changed = Counter[str](), ""
-        self.again = 0
+        self.changes, self.changed = Counter[str](), ""
+        self.again = self.misses = 0
+
+    def note(self, given: Outputs) -> None:
+        """Python's forward gave these. Of those before it no tensors are held."""
+        for earlier in self.noted:
+            earlier.let_go()
+        self.noted = [*self.noted, given][-_FORWARDS:]
+
+    def missed(self) -> None:
+        """A replay found that Python decides another way: after some in a row, record anew."""
+        self.misses += 1
+        if self.misses == _MISSES and self.changes["decisions"] < CHANGES:
+            self.misses, self.programs = 0, []
+            self.changes["decisions"] += 1
 
     def fitting(self, samples: int) -> ForwardProgram | None:
         """A recording that serves. Raises GraphError where the model changes again and again."""
@@ -43,7 +59,7 @@ class Shape:
                 changed = program.guards.changed()
                 if not changed:
                     return program
-        self._changed = changed
+        self.changed = changed
         if changed and self.changes[changed] >= CHANGES:
             self.refused = f"{changed} again and again"
             raise GraphError(self.refused)
@@ -66,7 +82,7 @@ class Shape:
 
     def recorded(self, program: ForwardProgram) -> None:
         """Take a recording, and count anew what it does not serve."""
-        self.changes.update([self._changed] if self._changed else ())
+        self.changes.update([self.changed] if self.changed else ())
         self.exactly = self.exactly or bool(program.only)
         self.programs = sorted([*self.programs, program], key=lambda each: each.batch.size)
         if not self.exactly:

@@ -43,8 +43,8 @@ _UNSEEN = (
     "parameters and buffers (a number kept outside of the modules, say): pass it as an argument"
 )
 _NOT_RETURNED = (
-    "the forward leaves tensors behind that it does not return, of shapes {shapes}, in a list or a class, perhaps, for "
-    "the loss to take: a replay would not make them. Return them"
+    "the forward leaves tensors behind that it does not return{shapes}, in a list or a class, perhaps, for the loss to "
+    "take: a replay would not make them. Return them"
 )
 _SHAPES = 256  # of which it is noted how often they are met
 
@@ -244,7 +244,8 @@ class GraphedForwards:
                 gc.collect()
             else:
                 if left := leftovers.found():
-                    raise GraphError(_NOT_RETURNED.format(shapes=", ".join(str(list(each.shape)) for each in left[:3])))
+                    shapes = ", ".join(str(list(each.shape)) for each in left[:3])
+                    raise GraphError(_NOT_RETURNED.format(shapes=f" (of shapes {shapes})"))
         except StaleExample:
             shape.example = None
             raise
@@ -267,7 +268,7 @@ class GraphedForwards:
             self._goes_eagerly(OTHER_ROWS)
             return plain(*args, **kwargs)
         if program is None:
-            self._goes_eagerly(_FIRST, warns=False)
+            self._goes_eagerly(shape.changed or _FIRST, warns=False)
             return self._noted(prepared, plain, args, kwargs)
         again = functools.partial(self._takes_others, shape)
         replay = Replay(program, active, plain, (args, kwargs), prepared.leaves, prepared.samples, again)
@@ -281,8 +282,10 @@ class GraphedForwards:
             return out
         out = replay.run()
         if out is None:
-            self._goes_eagerly("Python decides by the numbers of the batch another way")
+            self._goes_eagerly("Python decides another way, by numbers of the batch or of a buffer")
+            shape.missed()
             return self._noted(prepared, plain, args, kwargs)
+        shape.misses = 0
         self.replayed += 1
         return out
 
@@ -302,20 +305,22 @@ class GraphedForwards:
             if not shape.programs:
                 shape.refused = str(why)
             return out
-        shape.noted = self._last = example
+        shape.note(example)
+        self._last = example
         return out
 
     def backward_begins(self, roots: Sequence[Tensor]) -> None:
         """A backward begins, at these tensors."""
         for shape in self._shapes.values():
-            if (noted := shape.noted) is not None:
+            for noted in shape.noted:
                 noted.look(roots)
                 if noted.inner:
-                    shape.refused, shape.programs, shape.example = _NOT_RETURNED, [], None
+                    shape.refused, shape.programs, shape.example = _NOT_RETURNED.format(shapes=""), [], None
                 elif noted.reached:
                     shape.example = noted
-                if noted.reached or noted.passed:  # (another model's backward may come before its own)
-                    shape.noted = None
+            # (another model's backward may come before its own)
+            shape.noted = [each for each in shape.noted if not (each.reached or each.passed)]
+            for noted in shape.noted:
                 noted.passed = True
 
     def gradients_asked(self) -> None:

@@ -117,7 +117,8 @@ class GraphedStep(ReplayedSteps):
             for program in programs.values() for number in program.program.constants
         }  # fmt: skip
         written = [note for program in programs.values() for note in program.written]
-        self._guards, self._programs = Guards(privacy.engine.model, constants, written), programs
+        read = {attribute for program in programs.values() for attribute in program.read}
+        self._guards, self._programs = Guards(privacy.engine.model, constants, written, read), programs
         self._known.append((self._guards, programs))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from types import FunctionType, MethodType
 from typing import Any
@@ -53,6 +54,14 @@ class RandomNumbers:
             if not isinstance(generator, torch.Generator) and not _same(now, was):
                 moved.append(f"a {type(generator).__module__}.{type(generator).__name__}")
         return moved
+
+
+def living(model: nn.Module) -> list[Any]:
+    """All generators of Python's and numpy's that exist (but for those that gc.freeze() hides), and those that a model
+    keeps or names."""
+    kinds = {random.Random, np.random.Generator, np.random.RandomState}
+    found = [each for each in gc.get_objects() if type(each) in kinds]
+    return list({id(each): each for each in (*found, *generators_of(model, None))}.values())
 
 
 def seed_generators(seed: int) -> None:

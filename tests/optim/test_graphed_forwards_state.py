@@ -264,7 +264,7 @@ def test_what_was_in_the_way_may_be_gone() -> None:
 
 
 def test_a_model_that_changes_at_every_step_is_not_recorded_for_ever() -> None:
-    model = Model(plain)
+    model = Model(lambda m, x: plain(m, x) * m.alpha)
 
     def step(k: int) -> Tensor:
         model.alpha = float(k)

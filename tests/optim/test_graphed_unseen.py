@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +18,12 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.errors import FastDPError, GraphError
+from fastdp.optim import forward_shapes
+
+from .test_graphed_forwards import at_once  # noqa: F401  (for what goes by `told_of`)
+from .test_graphed_forwards_changes import FROM, STEPS, Model, Step, later, plain, told_of
+from .test_graphed_forwards_changes import batch as batch_of
+from .test_graphed_forwards_changes import loss_of as loss_of_step
 
 B = 6
 OPTIONS = dict(lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=B, seed=5)
@@ -147,3 +158,128 @@ def test_arguments_that_are_no_tensors() -> None:
         optimizer.graphed(
             lambda m, x, y: F.cross_entropy(m(x), label.expand(len(x)), reduction="none"), data(), sizes=(1,)
         )
+
+
+# --------------------------------------------------------------------------- what modules keep, and others
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+CONFIGURATIONS: dict[str, Callable[[], Any]] = {
+    "beside a path": lambda: SimpleNamespace(scale=1.0, out=Path("runs")),
+    "beside a tensor": lambda: SimpleNamespace(scale=1.0, means=torch.zeros(3)),
+    "beside a set and an array": lambda: SimpleNamespace(scale=1.0, skipped={1}, means=numpy.zeros(3)),
+    "beside a generator": lambda: SimpleNamespace(scale=1.0, generator=torch.Generator()),
+    "in slots": Slotted,
+    "within another": lambda: SimpleNamespace(out=Path("runs"), inner=Slotted(), scale=1.0),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_number_of_a_configuration_is_seen_whatever_is_beside_it(name: str) -> None:
+    def step(m: Model, k: int) -> Tensor:
+        m.config = CONFIGURATIONS[name]() if k == 0 else m.config
+        box = getattr(m.config, "inner", m.config)
+        box.scale = 2.0 if k == FROM else box.scale
+        return loss_of_step(m(batch_of(k)[0]), k)
+
+    graphs = told_of(lambda m, x: plain(m, x) * getattr(m.config, "inner", m.config).scale, step)
+    assert graphs.replayed >= 4 and graphs.reasons["module '' has another 'config'"]
+
+
+RNG = numpy.random.default_rng(3)
+
+
+def of_queue(m: Model, x: Tensor) -> Tensor:
+    m.queue.append(1)
+    return plain(m, x) * (1.0 if len(m.queue) < 6 else 2.0)
+
+
+def of_slots(m: Model, x: Tensor) -> Tensor:
+    m.own_slots.scale += 1
+    return plain(m, x) * (1.0 if m.own_slots.scale < 6 else 2.0)
+
+
+def of_nested(m: Model, x: Tensor) -> Tensor:
+    m.nested["a"]["b"]["c"]["d"][0] += 1
+    return plain(m, x) * (1.0 if m.nested["a"]["b"]["c"]["d"][0] < 6 else 2.0)
+
+
+def of_iterator(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * (1.0 if next(m.turns) < 6 else 2.0)
+
+
+def of_drawn(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * (1.0 if RNG.random() < 0.6 else 2.0)
+
+
+def of_rarely_drawn(m: Model, x: Tensor) -> Tensor:
+    return plain(m, x) * (1.0 if RNG.random() < 2 else 2.0)
+
+
+COUNTING = {
+    of_queue: "changes its 'queue' each time",
+    of_slots: "changes its 'own_slots' each time",
+    of_nested: "changes its 'nested' each time",
+    of_iterator: "'turns' of module 'Model' is an iterator",
+    of_drawn: "is not the same for two batches",
+    of_rarely_drawn: "numpy.random._generator.Generator",
+}
+
+
+@pytest.mark.parametrize("forward", COUNTING)
+def test_what_moves_on_in_every_forward_is_left_to_python(forward: Callable[..., Tensor]) -> None:
+    """And what a recording has moved is set back."""
+
+    def step(m: Model, k: int) -> Tensor:
+        if k == 0:
+            m.queue, m.own_slots, m.nested, m.turns = deque[int](), Slotted(), {"a": {"b": {"c": {"d": [0]}}}}, None
+            m.turns = itertools.count() if forward is of_iterator else None  # one anywhere is in the way
+            RNG.bit_generator.state = numpy.random.default_rng(4).bit_generator.state
+        return loss_of_step(m(batch_of(k)[0]), k)
+
+    graphs = told_of(forward, step)
+    assert graphs.replayed == 0 and COUNTING[forward] in graphs.told()
+
+
+def test_attributes_that_the_forward_does_not_read_may_change() -> None:
+    """As epochs and numbers of steps do; also one that is not there at first, or is read past the class, is seen."""
+
+    def counted(m: Model, k: int) -> Tensor:
+        m.global_step, m.alpha = k, 2.0 if k == FROM else m.alpha
+        return loss_of_step(m(batch_of(k)[0]), k)
+
+    assert told_of(lambda m, x: plain(m, x) * m.alpha, counted).replayed == STEPS - 3
+    reads: list[Callable[[Model], float]] = [
+        lambda m: getattr(m, "late", 1.0),
+        lambda m: m.__dict__.get("late", 1.0),
+        lambda m: vars(m).get("late", 1.0),
+        lambda m: m.late if hasattr(m, "late") else 1.0,
+    ]
+    for read in reads:
+        told_of(lambda m, x, read=read: plain(m, x) * read(m), later(lambda m: setattr(m, "late", 2.0)))
+    assert "__getattribute__" not in vars(Model)
+
+
+TWICE: dict[str, Step] = {
+    "a target": lambda m, k: (m(batch_of(k)[0]) - m(batch_of(k)[0].flip(1)).detach()).square().sum(1).mean(),
+    "an accuracy": lambda m, k: (lambda loss: (m(batch_of(k)[0]).argmax(1), loss)[1])(
+        loss_of_step(m(batch_of(k)[0]), k)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_second_forward_before_the_backward(name: str) -> None:
+    assert told_of(plain, TWICE[name]).replayed >= 2 * STEPS - 6
+
+
+def test_a_number_of_a_buffer_that_has_changed_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_shapes, "_MISSES", 2)
+    graphs = told_of(lambda m, x: plain(m, x) / (1 + m.shift[0].item()), later(lambda m: m.shift.add_(1)))
+    assert graphs.replayed >= 4 and sum(n for why, n in graphs.reasons.items() if "another way" in why) == 2
