@@ -102,8 +102,8 @@ def _rows(x: Tensor, g: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tens
     batch, d = x.size(0), x.size(-1)
     count = math.prod(x.shape[1:-1])
     for statistic in (mean, rstd):
-        if statistic is not None and statistic.numel() != batch * count:
-            raise ValueError(f"expected a statistic a row, {batch * count}; got {tuple(statistic.shape)}")
+        if statistic is not None and tuple(statistic.shape) not in ((*x.shape[:-1],), (*x.shape[:-1], 1)):
+            raise ValueError(f"expected a statistic a row, {tuple(x.shape[:-1])}; got {tuple(statistic.shape)}")
     x, g = same_type(x, g)
     x, g = x.reshape(batch, count, d), g.reshape(batch, count, d)
     kind = sum_type(x)
@@ -162,7 +162,8 @@ def group_affine_per_sample(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor,
         raise ValueError(f"expected x and g [B,C,...] with C a multiple of {num_groups}; got {tuple(x.shape)} "
                          f"and {tuple(g.shape)}")  # fmt: skip
     batch, channels = x.shape[:2]
-    if mean.numel() != batch * num_groups or rstd.numel() != batch * num_groups:
+    sizes = [[size for size in each if size != 1] for each in ((batch, num_groups), mean.shape, rstd.shape)]
+    if sizes[1:] != sizes[:1] * 2:
         raise ValueError(f"expected a statistic a sample and group, {batch * num_groups}; got {tuple(mean.shape)} "
                          f"and {tuple(rstd.shape)}")  # fmt: skip
     x, g = same_type(x, g)

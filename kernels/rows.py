@@ -79,11 +79,12 @@ def square_sum(rows: Tensor) -> Tensor:
 
 
 def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
-    """sum_b c_b rows_b: [B, ...], [B] -> [...] of the rows' type, by sums of float32 (float64 of float64)."""
+    """sum_b c_b rows_b: [B, ...], [B] -> [...] in float32 (float64 of float64)."""
     order = _order(rows)
     numbers = flat(rows)
     batch, count = numbers.shape
-    out = torch.empty(count, dtype=rows.dtype, device=rows.device)
+    kind = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    out = torch.empty(count, dtype=kind, device=rows.device)
     with torch.cuda.device_of(rows):
         weighted_kernel[(triton.cdiv(count, BLOCK), 1)](
             numbers, c, out, batch, count, *numbers.stride(), c.stride(0), 0,

@@ -114,8 +114,8 @@ def epsilon_by(history: History, delta: float, accountant: str) -> float:
                 "train with fastdp.poisson_loader, which tells it"
             )
         check_options(float(sigma), None, float(rate), 0.0)
-        if not sigma >= 0:
-            raise AccountingError(f"noise_multiplier must be at least 0, not {sigma!r}")
+        if not 0 <= sigma < math.inf:
+            raise AccountingError(f"noise_multiplier must be a number of at least 0, not {sigma!r}")
         if isinstance(steps, str | bool) or not steps >= 0 or steps % 1:
             raise AccountingError(f"steps must be a whole number of at least 0, not {steps!r}: round a part of one up")
         truncated += steps * truncation_in(run)
@@ -314,6 +314,8 @@ def noise_multiplier_for(
                 target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
                 truncation=truncation, history=history,
             )  # fmt: skip
+    if not tolerance > 0:
+        raise AccountingError(f"tolerance must be above 0, not {tolerance!r}")
     precision = tolerance * min(1.0, target_epsilon) / 10
     found = smallest_noise(spent, target_epsilon, start=start, precision=precision, nearest=1e-4, most=1e4)
     if found is None:

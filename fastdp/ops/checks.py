@@ -98,6 +98,24 @@ def refuse_graph(tensor: Tensor) -> None:
         )
 
 
+# ---------------------------------------------------------------------- factors
+
+
+def check_factors(c: Tensor, batch: int) -> None:
+    """One factor a sample. Raises ValueError or TypeError."""
+    if c.shape != (batch,):
+        raise ValueError(f"c must hold the factor of each of {batch} samples, [{batch}], not {list(c.shape)}")
+    if c.is_complex():
+        raise TypeError(f"factors are real numbers, not {c.dtype}")
+
+
+def added(total: Tensor, out: Tensor | None) -> Tensor:
+    """The sum, or `out` with the sum added to it. Raises ValueError if it has another shape."""
+    if out is not None and out.shape != total.shape:
+        raise ValueError(f"out must have the sum's shape, {list(total.shape)}, not {list(out.shape)}")
+    return total if out is None else out.add_(total)
+
+
 # ---------------------------------------------------------------------- embedding
 
 
@@ -115,8 +133,6 @@ def rows_of(ids: Tensor, g: Tensor, padding_idx: int | None) -> tuple[Tensor, Te
 
 def check_table_sum(g: Tensor, c: Tensor, rows: int, out: Tensor | None) -> None:
     """The factors c of g [B,K,d], and the table [rows,d] that sums are added to. Raises ValueError."""
-    if c.shape != g.shape[:1] or c.device != g.device or (out is not None and out.shape != (rows, g.size(-1))):
-        raise ValueError(
-            f"expected c [{g.size(0)}] on {g.device} and out [{rows}, {g.size(-1)}]; got {tuple(c.shape)} on "
-            f"{c.device} and {None if out is None else tuple(out.shape)}"
-        )
+    check_factors(c, g.size(0))
+    if out is not None and out.shape != (rows, g.size(-1)):
+        raise ValueError(f"expected out [{rows}, {g.size(-1)}]; got {tuple(out.shape)}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, extension, linear
+from .checks import added, check_factors
 from .common import CHUNK_BYTES, accumulate, chunks, each_its_own, norm_type, of_kept, scaled, sum_type, without_dropped
 from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
 from .registry import Operator, cpp, define, is_watched, native
@@ -362,5 +363,5 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Sizes, stride
     wrong.
     """
     sizes = _lists(x, kernel_size, stride, padding, dilation)
-    total: Tensor = _clipped_sum_op(x, g, c, *sizes, groups)
-    return total if out is None else out.add_(total)
+    check_factors(c, x.size(0))
+    return added(_clipped_sum_op(x, g, c, *sizes, groups), out)

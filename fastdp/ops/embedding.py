@@ -24,6 +24,8 @@ def _two(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> tuple[Tensor
     check_padding(padding_idx)
     if ids.shape != g.shape[:-1] or ids.dim() == 0:
         raise ValueError(f"expected ids [B,...] and g [B,...,d]; got {tuple(ids.shape)} and {tuple(g.shape)}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, not {ids.dtype}")
     positions = ids.numel() // ids.size(0) if ids.size(0) else 0
     return ids.reshape(ids.size(0), positions), g.reshape(ids.size(0), positions, g.size(-1))
 
@@ -270,4 +272,7 @@ def tied_cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Te
         g_head: the output gradients of the head, [B,T,V].
         dtype: the type of the result (default: float32, or float64 for float64 inputs).
     """
+    if not len(ids) == len(h_head) == len(g_head) or h_head.shape[:-1] != g_head.shape[:-1]:
+        shapes = [tuple(t.shape) for t in (ids, g_embedding, h_head, g_head)]
+        raise ValueError(f"expected ids [B,K], g_embedding [B,K,d], h_head [B,T,d] and g_head [B,T,V]; got {shapes}")
     return _cross_term_op(ids, g_embedding, h_head, g_head, dtype=dtype)  # type: ignore[no-any-return]

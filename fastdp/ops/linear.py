@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, extension
+from .checks import added, check_factors
 from .common import accumulate, by_factors, chunks, each_its_own, full_float32, norm_type, of_kept, sum_type
 from .registry import cpp, define
 from .rows import square_sum
@@ -391,10 +392,7 @@ def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = Non
         c: factors, [B].
         out: a float32 tensor [O,I] to which the sum is added.
 
-    Raises:
-        ValueError: if a shape is wrong.
-
-    Source: book-keeping, Bu et al. 2023 (arXiv 2210.00038).
+    Raises ValueError if a shape is wrong. Source: book-keeping, Bu et al. 2023 (arXiv 2210.00038).
     """
-    total: Tensor = _clipped_sum_op(a, g, c)
-    return total if out is None else out.add_(total)
+    check_factors(c, a.size(0))
+    return added(_clipped_sum_op(a, g, c), out)

@@ -20,18 +20,20 @@ def _rows(x: Tensor, g: Tensor, *statistics: Tensor) -> list[Tensor]:
     """x, g [B,T,d] or [B,d] as [B,T,d], and statistics [B,T], [B,T,1] (or [B], [B,1]) as [B,T]."""
     if x.shape != g.shape or x.dim() not in (2, 3):
         raise ValueError(f"expected x and g [B,T,d], or [B,d]; got {tuple(x.shape)} and {tuple(g.shape)}")
+    rows = tuple(x.shape[:-1])
+    if any(tuple(s.shape) not in (rows, (*rows, 1)) or s.is_complex() for s in statistics):
+        raise ValueError(f"expected a real statistic for each row, {rows}; got {[tuple(s.shape) for s in statistics]}")
     x, g = (v.unsqueeze(1) if v.dim() == 2 else v for v in (x, g))
-    if any(s.numel() != x.size(0) * x.size(1) for s in statistics):
-        raise ValueError(f"expected one statistic a row, [B,T]; got {[tuple(s.shape) for s in statistics]}")
     return [x, g, *(s.reshape(x.shape[:2]).to(sum_type(x)) for s in statistics)]
 
 
 def _grouped(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, num_groups: int) -> list[Tensor]:
     if x.shape != g.shape or x.dim() < 2 or num_groups < 1 or x.size(1) % num_groups:
         raise ValueError(f"expected x and g [B,C,*], C a multiple of {num_groups}; got {x.shape} and {g.shape}")
-    if mean.numel() != x.size(0) * num_groups or rstd.numel() != mean.numel():
-        raise ValueError(f"expected mean and rstd [B,{num_groups}]; got {tuple(mean.shape)} and {tuple(rstd.shape)}")
     shape = (x.size(0), num_groups)
+    sizes = [[size for size in each if size != 1] for each in (shape, mean.shape, rstd.shape)]
+    if sizes[1:] != sizes[:1] * 2 or mean.is_complex() or rstd.is_complex():
+        raise ValueError(f"expected real mean and rstd {shape}; got {tuple(mean.shape)} and {tuple(rstd.shape)}")
     kind = sum_type(x)
     positions = x[0, 0].numel() if x.size(0) * x.size(1) else 0
     return [v.reshape(*x.shape[:2], positions) for v in (x, g)] + [s.reshape(shape).to(kind) for s in (mean, rstd)]

@@ -88,6 +88,7 @@ def _each(active: Tensor | None, steps: int) -> list[Tensor | None]:
 
 def _lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
           active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(4, x, weight, bias, active, h, c)
     t, size = len(x), h.size(1)
     states, cells = _begun(h, t), _begun(c, t)
     gates, bent = x.new_empty(x.shape), h.new_empty(t, *h.shape)
@@ -144,6 +145,7 @@ def _before(out: Tensor, k: int, of_product: Tensor, weight: Tensor, of_h: Tenso
 
 
 def _gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> tuple[Tensor, ...]:
+    _check(3, x, weight, bias, active, h)
     t, size = len(x), h.size(1)
     states, turned = _begun(h, t), weight.t()
     gates, of_n = x.new_empty(x.shape), h.new_empty(t, *h.shape)
@@ -249,8 +251,21 @@ class _Packed:
 _SLIVER = 16  # columns beside each other (csrc/cpu/tile.h)
 
 
+def _check(gates: int, x: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None, *states: Tensor) -> None:
+    """Raises ValueError where the compiled steps would read past an end: x [T,B,gates H], states [B,H]."""
+    size = states[0].shape
+    rows = gates * size[-1]
+    fits = len(size) == 2 and x.shape[1:] == (size[0], rows) and all(each.shape == size for each in states)
+    fits = fits and weight.shape == (rows, size[1]) and (bias is None or bias.shape == (rows,))
+    if not fits or (active is not None and (active.dtype != torch.bool or active.shape != x.shape[:2])):
+        shapes = [None if t is None else tuple(t.shape) for t in (x, *states, weight, bias, active)]
+        wanted = f"x [T,B,{gates}H], states [B,H], weight [{gates}H,H], bias [{gates}H] and active, bool [T,B]"
+        raise ValueError(f"expected {wanted}; got {shapes}")
+
+
 def _native_lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None,
                  active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(4, x, weight, bias, active, h, c)
     if not _serves(x, h, c, weight, bias):
         return _lstm(x, h, c, weight, bias, active)
     states, cells, packed, x = _begun(h, len(x)), _begun(c, len(x)), _Packed(weight.t(), len(h)), x.contiguous()
@@ -268,6 +283,7 @@ def _native_lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor |
 
 def _native_lstm_back(gates: Tensor, cells: Tensor, bent: Tensor, weight: Tensor, out: Tensor, h: Tensor, c: Tensor,
                       active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(4, gates, weight, None, active, h, c, *out[:1], *cells[-1:], *bent[:1])
     if not _serves(gates, weight, out, h, c):
         return _lstm_back(gates, cells, bent, weight, out, h, c, active)
     out, active = out.contiguous(), None if active is None else active.contiguous()
@@ -286,6 +302,7 @@ def _native_lstm_back(gates: Tensor, cells: Tensor, bent: Tensor, weight: Tensor
 
 def _native_gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None,
                 active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(3, x, weight, bias, active, h)
     if not _serves(x, h, weight, bias):
         return _gru(x, h, weight, bias, active)
     states, packed, x = _begun(h, len(x)), _Packed(weight.t(), len(h)), x.contiguous()
@@ -303,6 +320,7 @@ def _native_gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None,
 
 def _native_gru_back(gates: Tensor, inner: Tensor, states: Tensor, weight: Tensor, out: Tensor, h: Tensor,
                      active: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    _check(3, gates, weight, None, active, h, *out[:1], *states[-1:], *inner[:1])
     if not _serves(gates, weight, out, h):
         return _gru_back(gates, inner, states, weight, out, h, active)
     out, active = out.contiguous(), None if active is None else active.contiguous()

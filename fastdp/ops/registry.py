@@ -86,6 +86,11 @@ class Operator:
         first = args[0]
         if isinstance(first, list | tuple):
             first = first[0] if first else None
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Tensor) and each.device != first.device:
+                raise ValueError(
+                    f"{self.packet}: its tensors lie on {first.device} and on {each.device}; move them to one device"
+                )
         plain = type(first) in (Tensor, torch.nn.Parameter) and not is_watched()
         if plain and not torch.compiler.is_compiling():
             with torch.no_grad(), exactly():  # past the dispatcher, which costs more than a small kernel

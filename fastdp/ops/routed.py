@@ -47,6 +47,8 @@ def _check(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor) -> None:
             f"expected a [S,I], g [S,O], ids [S] and owner [S]; got {tuple(a.shape)}, {tuple(g.shape)}, "
             f"{tuple(ids.shape)} and {tuple(owner.shape)}"
         )
+    if any(t.is_floating_point() or t.is_complex() or t.dtype == torch.bool for t in (ids, owner)):
+        raise TypeError(f"ids and owner must be integers, not {ids.dtype} and {owner.dtype}")
 
 
 def _in_order(
@@ -54,6 +56,10 @@ def _in_order(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rows and their owners by segment, and where segments start: int64 [experts * batch + 1]."""
     _check(a, g, ids, owner)
+    if owner.device.type == "cpu":
+        routed = (ids >= 0) & (ids < experts)
+        if bool((((owner < 0) | (owner >= batch)) & routed).any()):
+            raise IndexError(f"owner must be the sample of each row, in [0, {batch}): {owner[routed].aminmax()}")
     keys, order = order_of(ids, owner, experts, batch)
     if order is not None:
         a, g, owner = a[order], g[order], owner[order]

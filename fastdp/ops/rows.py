@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import extension
+from .common import accumulate, sum_type
 from .registry import Kernel, cpp, define, triton_module
 
 BLOCK = 1024  # elements whose squares are added in float32
@@ -57,10 +58,13 @@ def _check(rows: Tensor, c: Tensor) -> None:
             f"expected rows [B, ...] and c [B] on one device; got {tuple(rows.shape)} on {rows.device} and "
             f"{tuple(c.shape)} on {c.device}"
         )
+    if c.is_complex() or not (rows.is_floating_point() or rows.is_complex()):
+        raise TypeError(f"rows are floating-point numbers, and factors real ones, not {rows.dtype} and {c.dtype}")
 
 
 def _weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
     _check(rows, c)
+    rows = rows if rows.is_complex() else accumulate(rows)
     if rows.numel() == 0:
         return rows.new_zeros(rows.shape[1:])
     flat, c = rows.reshape(rows.size(0), -1), c.to(rows.dtype)
@@ -115,7 +119,7 @@ _square_sum_op = define(
 _weighted_sum_op = define(
     "weighted_sum(Tensor rows, Tensor c) -> Tensor",
     _weighted_sum,
-    lambda rows, c: rows.new_empty(rows.shape[1:]),
+    lambda rows, c: rows.new_empty(rows.shape[1:], dtype=rows.dtype if rows.is_complex() else sum_type(rows)),
     CPU=cpp(_compiled_weighted_sum),
     CUDA=_by_triton("weighted_sum", _weighted_sum),
 )
@@ -127,10 +131,10 @@ def square_sum(rows: Tensor) -> Tensor:
 
 
 def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
-    """sum_b c_b rows_b: rows [B, ...], c [B] -> [...].
+    """sum_b c_b rows_b: rows [B, ...], c [B] -> [...], float32 (float64 of float64, complex of complex rows).
 
     Rows with c_b = 0 contribute nothing, even if their numbers are NaN or infinite. Raises ValueError if a shape or a
-    device is wrong.
+    device is wrong, and TypeError for rows of whole numbers.
     """
     return _weighted_sum_op(rows, c)  # type: ignore[no-any-return]
 

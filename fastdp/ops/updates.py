@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -108,8 +109,13 @@ class Step(NamedTuple):
         """Raises ValueError if a number does not fit."""
         check_draw(*self.draw[:3])
         check_earlier(*self.draw[-2:])
+        numbers = {"scale": self.draw.scale, **self.update._asdict()}
+        if odd := [f"{name} = {value}" for name, value in numbers.items() if not math.isfinite(value)]:
+            raise ValueError(f"an update takes finite numbers, not {', '.join(odd)}")
         if isinstance(self.update, Adam) and self.update.t < 1:
             raise ValueError(f"t counts this step: 1 or more, not {self.update.t}")
+        if isinstance(self.update, Adam) and not (0 <= self.update.beta1 < 1 and 0 <= self.update.beta2 < 1):
+            raise ValueError(f"betas lie in [0, 1), not at {self.update.beta1} and {self.update.beta2}")
 
     def check(self) -> None:
         """Raises ValueError or TypeError if something does not fit: the kernels trust it."""

@@ -203,9 +203,7 @@ class PrivateStep:
             warnings.warn(text, stacklevel=3)
 
     def _clipping_now(self) -> tuple[Clipping, dict[str, Tensor]]:
-        if not self.clipping.apart:
-            return self.clipping, {}
-        named = self.engine.named_parameters()
+        named = self.engine.named_parameters() if self.clipping.apart else {}
         self._check_groups(named)
         return self.clipping, named
 

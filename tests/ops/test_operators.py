@@ -165,6 +165,7 @@ def test_what_dropped_samples_hold_is_not_read(backend: str) -> None:
 
 A, G, X, Y = torch.ones(2, 3, 4), torch.ones(2, 3, 5), torch.ones(2, 4, 8, 8), torch.ones(2, 4, 4, 4)
 IDS, E = torch.zeros(2, 5, dtype=torch.long), torch.ones(2, 5, 3)
+MANY = torch.ones(2, 40, 4)  # rows, as the compiled kernel takes them
 ROWS = (torch.ones(6, 3), torch.ones(6, 2), torch.zeros(6, dtype=torch.long), torch.zeros(6, dtype=torch.long))
 REFUSED: list[tuple[str | None, Callable[[], Any]]] = [
     ("method", lambda: ops.linear_norm_sq(A, G, "fast")), ("expected a", lambda: ops.linear_norm_sq(A, G[:, :2])),
@@ -182,13 +183,30 @@ REFUSED: list[tuple[str | None, Callable[[], Any]]] = [
         lambda: torch.ops.fastdp.embedding_norm_sq.default(IDS, E, -1), lambda: cuda.embedding_norm_sq(IDS, E, -1),
         lambda: cuda.embedding_clipped_sum(IDS, E, torch.ones(2), 6, -1))],
     ("expected ids", lambda: ops.embedding_norm_sq(IDS, E[:, :4])),
-    ("expected c", lambda: ops.embedding_clipped_sum(IDS, E, torch.ones(3), 6)),
+    *[("factor of each of 2 samples", lambda call=call, c=c: call(c))
+      for call in (lambda c: ops.linear_clipped_sum(A, G, c), lambda c: ops.linear_clipped_sum(MANY, MANY, c),
+                   lambda c: ops.conv_clipped_sum(X, Y, c, 3, 2, 1), lambda c: ops.embedding_clipped_sum(IDS, E, c, 6))
+      for c in (torch.ones(1), torch.ones(3), torch.zeros(3), torch.ones(2, 1), torch.ones(()))],
+    *[("shape", lambda out=out: ops.linear_clipped_sum(A, G, torch.ones(2), out))
+      for out in (torch.ones(4, 5), torch.ones(1, 5, 4), torch.ones(5, 1))],
+    *[("move them to one device", call) for call in (
+        lambda: ops.embedding_norm_sq(IDS, E.to("meta")),
+        lambda: ops.linear_clipped_sum(A, G, torch.ones(2, device="meta")),
+        lambda: ops.embedding_clipped_sum(IDS, E, torch.ones(2), 6, out=torch.ones(6, 3, device="meta")),
+        lambda: ops.norm_affine_per_sample(A, A, A[..., 0].to("meta"), A[..., 0]))],
+    *[(f"{name} = nan", lambda name=name: stepped(**{name: float("nan")})) for name in ("lr", "scale", "momentum")],
+    *[("steps|expected x", lambda x=x, active=active: torch.ops.fastdp.lstm_steps(
+        x, A[0, :, :2], A[0, :, :2], torch.ones(8, 2), None, active)) for x, active in (
+        (torch.ones(4, 2, 8), None), (torch.ones(4, 3, 6), None), (torch.ones(4, 3, 8), torch.ones(3, 3) > 0))],
+    ("h_head", lambda: ops.tied_cross_term(IDS, E, torch.ones(3, 4, 3), torch.ones(3, 4, 6))),
     (r"expected a \[S,I\], g \[S,O\]", lambda: ops.routed_norm_sq(ROWS[0], ROWS[1][1:], *ROWS[2:], 4, 3)),
     ("owner", lambda: ops.routed_clipped_sum(*ROWS[:3], ROWS[3][1:], torch.ones(3), 4)),
     *[("expected rows", lambda r=rows, c=c: ops.weighted_sum(r, c)) for rows, c in (
         (A, torch.ones(4)), (A, torch.ones(2, 1)), (torch.ones(()), torch.ones(())))],
     (None, lambda: ops.norm_affine_per_sample(A, A[:1], A[..., 0], A[..., 0])),
     (None, lambda: ops.norm_affine_per_sample(A, A, A[:, :2, 0], A[..., 0])),
+    (None, lambda: ops.norm_affine_per_sample(A, A, A[..., 0].T, A[..., 0].T)),
+    (None, lambda: ops.group_affine_per_sample(X, X, torch.ones(4, 2), torch.ones(4, 2), 4)),
     (None, lambda: ops.group_affine_per_sample(A, A, A[:, :, 0], A[:, :, 0], 2)),
 ]  # fmt: skip
 
@@ -198,6 +216,33 @@ REFUSED: list[tuple[str | None, Callable[[], Any]]] = [
 def test_refusals(backend: str, words: str | None, call: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def stepped(**options: Any) -> None:
+    given = {"key": bytes(32), "step": 5, "std": 1.0, "scale": 1.0, "lr": 0.1, **options}
+    ops.noisy_sgd_step_([torch.ones(3)], [torch.ones(3)], [torch.ones(3)], [0], **given)
+
+
+@pytest.mark.parametrize("owner", [-1, 3])
+def test_owners_who_are_no_sample_are_refused(owner: int) -> None:
+    a, g, ids, owners = ROWS
+    for call in (lambda own: ops.routed_norm_sq(a, g, ids, own, 4, 3),
+                 lambda own: ops.routed_clipped_sum(a, g, ids, own, torch.ones(3), 4)):  # fmt: skip
+        with pytest.raises(IndexError, match=r"in \[0, 3\)"):
+            call(owners + owner)
+        with pytest.raises(TypeError, match="integers"):
+            call(owners.float())
+    assert ops.routed_norm_sq(a, g, ids - 1, owners + owner, 4, 3).eq(0).all(), "rows of no matrix"
+
+
+def test_factors_and_rows_of_odd_types_are_refused() -> None:
+    for call in (
+        lambda: ops.linear_clipped_sum(A, G, torch.ones(2) + 0j),
+        lambda: ops.weighted_sum(A.long(), A[:, 0, 0]),
+        lambda: ops.embedding_norm_sq(IDS.float(), E),
+    ):
+        with pytest.raises(TypeError):
+            call()
 
 
 @pytest.mark.parametrize("bad", [-1, 6, 2**40])
