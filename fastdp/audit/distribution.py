@@ -136,7 +136,7 @@ def wrong_size(probe: Probe, record: Record) -> str:
     chosen, worst, found = list(_settings(probe)), 0.0, ""
     for number, (norm, sigma, batch, values, what) in enumerate(chosen):
         expected = unit * norm * sigma / probe.divisor(count(batch[1]))
-        if expected < 100 * probe.precision * deviation(probe.start):
+        if expected < 30 * probe.precision * deviation(probe.start):
             continue  # rounding of the parameters would blur it
         with taken_or_not():
             noise = draws(probe, norm, sigma, probe.repeats(2, values), [batch], 3501 + 100 * number)
@@ -168,7 +168,8 @@ def _settings(probe: Probe) -> Iterator[tuple[float, float, Batch, int, str]]:
             yield *pair, batch, DRAWS, what
     most = probe.data(max(SIZES), 285)
     for size in SIZES:  # sigma: as large on the mean as with few samples
-        yield norm, sigma * max(1.0, size / 4), pick(most, np.arange(size)), FEWER, f"{size or 'no'} samples"
+        louder = max(1.0, probe.divisor(size) / probe.divisor(4))
+        yield norm, sigma * louder, pick(most, np.arange(size)), FEWER, f"{size or 'no'} samples"
     with contextlib.suppress(Exception):  # no labels of no gradient can be had
         yield norm, sigma, weak(probe, 0.0, 287), FEWER, "a sample without gradient"
     yield norm, sigma, probe.strong, FEWER, "a sample of a huge gradient"

@@ -304,8 +304,10 @@ class Probe:
 
     @property
     def usual_norm(self) -> float:
-        """The regime's C; where no C clips a sample, 1."""
-        return self.regime.norm if self.answers_to_norm else 1.0
+        """The regime's C, for batches: of Adam, where it is linear in the mean of 8 samples, too, whatever divides
+        their sum. Where no C clips a sample, 1."""
+        shared = self.divisor(8) / self.divisor(1) / 8 if self.optimizer == "adam" else 1.0
+        return self.regime.norm * shared if self.answers_to_norm else 1.0
 
     def clipped_norm(self, purpose: str) -> float:
         """A clipping norm at which samples are clipped. Raises Lacking where there is none."""
@@ -316,7 +318,7 @@ class Probe:
                 f"{purpose}: the step is nowhere seen to be proportional to C, not even far below the gradient's norm. "
                 "Where rounding hides it, a larger learning rate or float64 for the audit shows it"
             )
-        return self.regime.norm
+        return self.usual_norm
 
     def check_sums(self) -> None:
         """Raises Lacking where changes tell nothing of sums: of steps that draw random numbers beside the noise, and of

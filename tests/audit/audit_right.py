@@ -256,6 +256,9 @@ LOOPS: dict[str, Callable[[], Any]] = {
         )
         for rate in (0.1, 0.01, 0.0001)
     },
+    "Adam divided by 32": lambda: loop_of(
+        lambda ps: torch.optim.Adam(ps, 1e-3), divisor=32, optimizer="adam", learning_rate=1e-3, expected_batch_size=32
+    ),
     "Adam, weight decay in the gradient": lambda: loop_of(
         lambda ps: torch.optim.Adam(ps, 0.01, weight_decay=1e-2), optimizer="adam", learning_rate=0.01
     ),
