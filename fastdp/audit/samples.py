@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .finding import Finding, Result, audit_test
-from .measure import Probe, copies
+from .measure import NOTHING, Probe, copies
 from .trainable import Lacking, batch_of, count, is_floats, joined
 
 
@@ -27,8 +27,9 @@ def batch_statistics(probe: Probe) -> Finding:
         )  # fmt: skip
     if state:
         return result.bug(
-            f"Released state beside the parameters depends on the data (by {state:.3g}), and there is no noise on it: "
-            "running statistics of BatchNorm, for instance. Freeze them, or do not release them.", state, None, 0.0,
+            f"Released state beside the trained parameters depends on the data (by {state:.3g}), and there is no noise "
+            "on it: running statistics (BatchNorm), buffers, or frozen weights that move all the same. Freeze it, or "
+            "do not release it.", state, None, 0.0,
         )  # fmt: skip
     text = "Outputs of a sample are the same in any company" if outputs is not None else "predict() is not there"
     text += ", and no state but the parameters depends on the data." if state is not None else "."
@@ -49,15 +50,16 @@ def _coupling(probe: Probe) -> float | None:
 
 
 def _state_difference(probe: Probe) -> float | None:
-    """How far the state after a step on some data is from that after a step on others."""
+    """How far the state after four steps on some data is from that after steps on others."""
     state = getattr(probe.trainable, "state", None)
     if state is None:
         return None
     found = []
     for number in (53, 59):
         model = probe.trainable.build(probe.seed)
-        probe.run(model, [probe.data(8, number)], 1e-6, 0.0, 1)
-        found.append(np.asarray(state(model), float))
+        batches = [probe.data(8, number + 10 * k) for k in range(4)]
+        probe.run(model, batches, NOTHING, 0.0, 1)  # trained weights, and averages of them, stay
+        found.append(np.nan_to_num(np.asarray(state(model), float), posinf=0.0, neginf=0.0))  # of a mask
     return float(np.linalg.norm(found[0] - found[1]) / (np.linalg.norm(found[0]) + 1e-12))
 
 

@@ -156,9 +156,11 @@ class TorchTrainable:
             return float(self.loss(model.model(x), y))
 
     def state(self, model: Job) -> Array:
-        """Return the buffers, which are released with the weights and have no noise."""
-        buffers = [b for b in model.model.buffers() if b.is_floating_point()]
-        return np.concatenate([b.double().numpy(force=True).ravel() for b in buffers] or [np.zeros(0)])
+        """Return buffers and frozen weights, which are released with the others and have no noise."""
+        trained = {id(p) for p in model.trained}
+        frozen = (p for p in model.model.parameters() if id(p) not in trained)
+        buffers = (b for name, b in model.model.named_buffers() if not name.endswith("num_batches_tracked"))
+        return flattened([*frozen, *buffers])
 
     # ------------------------------------------------------------------ inside
 
@@ -240,9 +242,7 @@ class Job:
 
     def flat(self) -> Array:
         """The trained parameters [P]."""
-        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.trained]  # of parts: gathered
-        found = torch.cat([p.detach().double().flatten() for p in whole])
-        return found.numpy(force=True)  # type: ignore[no-any-return]
+        return flattened(self.trained)
 
     def tensors(self, part: Any) -> Any:
         """Inputs, labels or a batch as the model takes them: on its device, numbers in its precision."""
@@ -278,6 +278,13 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         yield
         for buffer, value in zip(model.buffers(), kept, strict=True):
             buffer.copy_(value)
+
+
+def flattened(tensors: Sequence[Any]) -> Array:
+    """The numbers of tensors, in one array."""
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in tensors]  # of parts: gathered
+    found = torch.cat([torch.zeros(0, dtype=torch.float64), *(p.detach().double().flatten().cpu() for p in whole)])
+    return found.numpy()  # type: ignore[no-any-return]
 
 
 def _array(part: Any) -> Array:

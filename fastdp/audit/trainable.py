@@ -58,7 +58,7 @@ class Trainable(Protocol):
     retune(model, *, clipping_norm, noise_multiplier, batch_size, seed)
                                        from the next step on, the model trains with these, and its optimizer keeps its
                                        state: for the paper's tests, which warm a model up first
-    state(model) -> [S]                whatever else is released with the parameters: running statistics of BatchNorm
+    state(model) -> [S]                whatever else is released with the parameters: buffers, frozen weights
     sample(records, steps, seed) -> [indices of step 1, indices of step 2, ...]
                                        the batches that the script's loader draws; with sample_rate, the accounted rate
     take_share(rank, ranks)            of several processes: of each batch, train on rows rank, rank + ranks, ... only

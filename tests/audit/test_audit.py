@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,48 @@ def test_batch_norm_that_fails_on_one_sample_is_a_bug_and_not_an_error() -> None
     report = audit(TorchTrainable(network, train=train, loss=F.cross_entropy, make_batch=make_batch))
     assert [f.name for f in report.bugs] == ["batch_statistics"] and "BatchNorm" in report.bugs[0].sentence
     assert len(report.untested) == len(TESTS) - 1 and report.exit_status == 1
+
+
+def counted(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.counts += torch.bincount(y, minlength=4)
+
+
+def encoded(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.encoder.data += 1e-5 * x.mean(0)
+
+
+def averaged(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.average.data.lerp_(model.head.weight.data, 0.1)
+
+
+@pytest.mark.parametrize(("beside", "wrong"), [(counted, True), (encoded, True), (averaged, False)])
+def test_state_is_all_that_is_not_trained(beside: Callable[..., None], wrong: bool) -> None:
+    """Counts in a buffer of integers, frozen weights that move all the same; but an average of weights has noise."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = nn.Parameter(torch.eye(12), requires_grad=False), nn.Linear(12, 4)
+            self.average = nn.Parameter(torch.zeros(4, 12), requires_grad=False)
+            self.register_buffer("counts", torch.zeros(4, dtype=torch.long))
+            self.register_buffer("mask", torch.full((2,), -torch.inf))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x @ self.encoder)
+
+    def train(model: Model, batches: Any, *, clipping_norm: float, noise_multiplier: float, seed: int) -> None:
+        made = fastdp.DPAdam(model.head, lr=0.001, max_grad_norm=clipping_norm, noise_multiplier=noise_multiplier,
+                             expected_batch_size=8, seed=seed)  # fmt: skip
+        for x, y in batches:
+            made.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            made.step()
+            beside(model, x, y)
+        made.detach()
+
+    step = TorchTrainable(Model, train=train, loss=F.cross_entropy, make_batch=make_batch, optimizer="adam")
+    found = audit(step, ["batch_statistics"])["batch_statistics"]
+    assert found.verdict == ("bug" if wrong else "ok") and ("frozen weights" in found.sentence) == wrong, found
 
 
 def test_batches_of_dicts_dropout_and_another_precision() -> None:
