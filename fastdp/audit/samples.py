@@ -6,7 +6,7 @@ import numpy as np
 
 from .finding import Finding, Result, audit_test
 from .measure import NOTHING, Probe, copies
-from .trainable import Lacking, batch_of, count, is_floats, joined
+from .trainable import Lacking, count, is_floats, joined
 
 
 @audit_test
@@ -67,20 +67,21 @@ def _state_difference(probe: Probe) -> float | None:
 def nan_sample(probe: Probe) -> Finding:
     """Tests that a sample with a NaN or infinite gradient contributes at most C, and that the model stays finite.
 
-    statistic: the change that it makes, over the contribution of a sample.
+    statistic: the change that it makes, over the largest contribution of a sample.
     """
     norm, (x, y) = probe.usual_norm, probe.data(1, 61)
     if not is_floats(x):
         raise Lacking("needs inputs that are one array of numbers, to put NaN into")
-    ordinary = copies((x, y), 8)
-    base = probe.summed(ordinary, norm)
-    largest = max(probe.contribution((x, y), norm), probe.resolution)
+    known = probe.strong if probe.regime.kind == "linear" else (x, y)  # whose contribution is C, and not less
+    company = copies(known, 8)
+    base = probe.summed(company, norm)
+    largest = max(probe.contribution(known, norm), probe.resolution)
     worst, result = 0.0, Result(value="")
     for value in (np.nan, np.inf):
         bad = x.copy()
         bad.reshape(-1)[0] = value
         try:
-            change = probe.summed(batch_of([ordinary, (bad, y)]), norm)
+            change = probe.summed(probe.together([company, (bad, y)]), norm)
         except Exception as problem:  # noqa: BLE001  (the script's own refusal)
             raise Lacking(f"the script stops at a sample with {value}: {type(problem).__name__}") from None
         difference = float(np.linalg.norm(change - base)) / largest

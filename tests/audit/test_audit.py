@@ -87,6 +87,19 @@ def test_weights_that_move_far_are_no_dependence_of_samples(seed: int) -> None:
     assert not report.bugs, str(report)
 
 
+def test_a_sample_of_infinity_may_contribute_up_to_c() -> None:
+    class Clamped(Hand):
+        """Ordinary gradients are far below C."""
+
+        make_model = staticmethod(lambda: nn.Linear(12, 4))
+
+        def loss(self, job: Any, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return 0.01 * super().loss(job, flat, x.nan_to_num(0.0, 1e4, -1e4), y)
+
+    found = audit(Clamped(), ["nan_sample"], seed=3)["nan_sample"]
+    assert found.verdict == "ok" and found.statistic == pytest.approx(1, abs=0.01), found
+
+
 def test_fastdp_passes_with_the_noise_that_it_releases() -> None:
     """Noise from the operating system: tests without a p-value only, so that no chance decides."""
     names = ["no_clipping", "minibatch_clipping", "uncalibrated_noise", "noise_once", "accountant", "empty_batch"]
