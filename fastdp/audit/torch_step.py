@@ -226,7 +226,8 @@ class TorchTrainable:
             )
 
     def _outcome(self, model: Job, batches: Sequence[Batch]) -> Outcome:
-        return Outcome(self.loss_of(model, batches[-1]) if batches else float("nan"), model.flat())
+        some = batches and count(batches[-1][1])  # a script need not call its model on no samples
+        return Outcome(self.loss_of(model, batches[-1]) if some else float("nan"), model.flat())
 
 
 class Job:

@@ -245,6 +245,17 @@ def test_a_loop_is_read_after_every_step() -> None:
         assert np.allclose(path, ends, atol=1e-6) == (name != "all at once") == followed(Probe(step))
 
 
+def test_a_loop_that_calls_its_model_on_samples_only_makes_steps_on_none() -> None:
+    class Refusing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert len(x), "no samples"
+            return super().forward(x)
+
+    step = right.own_loop()
+    step.make_model = lambda: Refusing(12, 4)
+    assert audit(step, ["empty_batch"])["empty_batch"].verdict == "ok"
+
+
 def test_batch_norm_that_fails_on_one_sample_is_a_bug_and_not_an_error() -> None:
     def train(model: nn.Module, batches: Any, **_: Any) -> None:
         for x, y in batches:
