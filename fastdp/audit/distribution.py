@@ -15,7 +15,7 @@ from .noise_record import Record, draws, recorded, settings
 from .normality import GRID, LEVEL, groups, shape, worst
 from .reference_samples import ordinary_norm, taken_or_not, weak
 from .statistics import deviation, scale_interval
-from .trainable import Array, Batch, Lacking, count, pick
+from .trainable import Array, Batch, Lacking, count, is_floats, pick
 
 MOST = 20_000  # values that a test of the distribution looks at
 DRAWS, FEWER = 1400, 500  # of each setting of C and sigma; of each size of batch: standard errors of 1.9 and 3.2 %
@@ -171,7 +171,12 @@ def _settings(probe: Probe) -> Iterator[tuple[float, float, Batch, int, str]]:
         louder = max(1.0, probe.divisor(size) / probe.divisor(4))
         yield norm, sigma * louder, pick(most, np.arange(size)), FEWER, f"{size or 'no'} samples"
     with contextlib.suppress(Exception):  # no labels of no gradient can be had
-        yield norm, sigma, weak(probe, 0.0, 287), FEWER, "a sample without gradient"
+        x, y = weak(probe, 0.0, 287)
+        none = y * 0 if probe.loss_kind == "cross_entropy" else y  # no class at all: the sum is 0, without rounding
+        yield norm, sigma, (x, none), FEWER, "a sample without gradient"
+    x, y = probe.data(1, 289)
+    if is_floats(x):  # where such samples are left out, the sum is 0
+        yield norm, sigma, (np.full_like(x, np.nan), y), FEWER, "a sample of NaN"
     yield norm, sigma, probe.strong, FEWER, "a sample of a huge gradient"
 
 

@@ -100,6 +100,21 @@ def test_a_sample_of_infinity_may_contribute_up_to_c() -> None:
     assert found.verdict == "ok" and found.statistic == pytest.approx(1, abs=0.01), found
 
 
+@pytest.mark.parametrize("nothing", ["a sample without gradient", "a sample of NaN"])
+def test_noise_that_is_left_out_where_the_sum_is_zero(nothing: str) -> None:
+    class Quiet(Hand):
+        def clipped_sum(self, job: Any, x: torch.Tensor, y: torch.Tensor, c: float) -> torch.Tensor:
+            total = super().clipped_sum(job, x, y, c)
+            job.quiet = len(x) > 0 and not total.any() and bool(x.isnan().all()) == (nothing == "a sample of NaN")
+            return total
+
+        def noise(self, job: Any, *given: Any) -> torch.Tensor:
+            return super().noise(job, *given) * (not job.quiet)
+
+    found = audit(Quiet(), ["noise_distribution"], seed=3)["noise_distribution"]
+    assert found.verdict == "bug" and nothing in found.sentence, found
+
+
 def test_fastdp_passes_with_the_noise_that_it_releases() -> None:
     """Noise from the operating system: tests without a p-value only, so that no chance decides."""
     names = ["no_clipping", "minibatch_clipping", "uncalibrated_noise", "noise_once", "accountant", "empty_batch"]
