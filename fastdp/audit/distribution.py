@@ -11,7 +11,7 @@ import numpy as np
 from .finding import Finding, Result, audit_test
 from .later_steps import gain
 from .measure import Probe
-from .noise_record import Record, draws, recorded, settings
+from .noise_record import HANDED_ON, Record, draws, recorded, settings
 from .normality import GRID, LEVEL, groups, shape, worst
 from .reference_samples import ordinary_norm, taken_or_not, weak
 from .statistics import deviation, scale_interval
@@ -53,7 +53,9 @@ def _few_steps(probe: Probe, result: Result, noise: Array, significance: float) 
     least = 2 * probe.precision * np.abs(probe.start) + 1e-300
     silent = np.asarray((np.abs(noise) <= least).all(0) & (least < 0.05 * std + 1e-300))
     if not np.any(np.abs(noise) > least):
-        return result.bug(f"At sigma = {sigma:.3g} no parameter gets any noise: is noise_multiplier handed on?", 0.0)
+        return result.bug(f"At sigma = {sigma:.3g} no parameter gets any noise: {HANDED_ON}", 0.0)
+    if len(noise) > 1 and np.all(np.ptp(noise, 0) <= least):
+        return result.bug("The noise is the same whatever its seed: the generator is seeded with a constant.", 0.0)
     if silent.mean() > 0.5 / max(silent.size, 50) and silent.sum() >= max(1, 1e-3 * silent.size):
         names = [name for name, where in _blocks(probe) if silent[where].all() and silent[where].size]
         which = f" ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})" if names else ""
@@ -121,8 +123,8 @@ def _off(probe: Probe, result: Result, noise: Array, scale: float, confidence: f
     much = "too little: the guarantee is not the one accounted" if ratio < 1 else "too much: utility is lost"
     return result.bug(
         f"The noise of a step is {ratio:.4g} times learning_rate * C * sigma / B, {much}. Is it added to the sum "
-        "(sigma * C) or to the mean (sigma * C / B), once, and divided by what the audit was told "
-        "(expected_batch_size)?", ratio, None, 1.0,
+        "(sigma * C) or to the mean (sigma * C / B), once and in every step, and are the divisor (expected_batch_size) "
+        "and the learning rate what the audit was told?", ratio, None, 1.0,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from .finding import Finding, Result, audit_test
 from .measure import Probe
-from .noise_record import settings
+from .noise_record import HANDED_ON, settings
 from .statistics import distances, slope
 from .trainable import Lacking
 
@@ -51,7 +51,7 @@ def uncalibrated_noise(
             "the code can take the noise off."
         )
         same = np.linalg.norm(probe.change(batches, chosen[-1], multiplier) - probe.change(batches, chosen[-1], 0.0))
-        none = f"At sigma = {multiplier:.3g} there is no noise at all: is noise_multiplier handed on?"
+        none = f"At sigma = {multiplier:.3g} there is no noise at all: {HANDED_ON}"
         return result.bug(none if same <= 10 * least else text, 0.0, 1.0, 0.5)
     if still > 0.05 * min(found) + 10 * least:
         return result.bug(

@@ -20,6 +20,7 @@ from .reference_samples import taken_or_not
 from .statistics import deviation
 from .trainable import Array, Batch, Lacking, optional, pick
 
+HANDED_ON = "is noise_multiplier handed on, and the noise added before the optimizer (Adam) divides?"
 FRESH = "needs a step with noise that leaves the parameters finite"
 VALUES = 130_000  # draws of noise: Irwin and Hall's sum of twelve is then seven standard errors away
 MOST, LEAST, FEW = 560, 64, 24  # steps; of large models, whose steps cost more

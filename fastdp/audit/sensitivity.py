@@ -61,7 +61,8 @@ def sensitivity(probe: Probe, *, tolerance: float = 1e-3) -> Finding:
         return result.bug(
             f"One sample changes the sum by {worst.size:.4g} C at C = {worst.norm:.3g} ({worst.sample}): noise for C "
             "does not hide it. Look at the norm (of all parameters together? of all uses of a tied weight? in which "
-            "precision?), at the factor's shape and sense, and at samples that are counted more than once.",
+            "precision?), at the factor's shape and sense, at samples that are counted more than once, "
+            "and at the learning rate that the audit was told.",
             worst.size, None, 1 + tolerance,
         )  # fmt: skip
     steps = [step for step in walked(probe) if step.samples]

@@ -115,6 +115,19 @@ def test_noise_that_is_left_out_where_the_sum_is_zero(nothing: str) -> None:
     assert found.verdict == "bug" and nothing in found.sentence, found
 
 
+CAUSES: dict[str, dict[str, Any]] = {
+    "the same whatever its seed": {"draw": lambda self, job, _: torch.linspace(-2, 2, len(job.flat))},
+    "the learning rate what the audit was told": {"learning_rate": 0.01},
+    "before the optimizer": {"noise": lambda self, job, *_: torch.zeros_like(job.flat)},
+}
+
+
+@pytest.mark.parametrize("words", CAUSES)
+def test_a_finding_names_the_cause(words: str) -> None:
+    found = audit(type("Wrong", (Hand,), CAUSES[words])(), ["noise_distribution"])["noise_distribution"]
+    assert found.verdict == "bug" and words in found.sentence, found
+
+
 def test_fastdp_passes_with_the_noise_that_it_releases() -> None:
     """Noise from the operating system: tests without a p-value only, so that no chance decides."""
     names = ["no_clipping", "minibatch_clipping", "uncalibrated_noise", "noise_once", "accountant", "empty_batch"]
