@@ -193,15 +193,19 @@ def walked(probe: Probe) -> list[Step]:
 
 
 def _compared(probe: Probe, script: list[list[int]], norm: float, unit: float) -> list[Step]:
-    """Sums, less those of a run on one sample over and over: what is left of weight decay is that of the difference."""
+    """Sums; with weight decay, less those of a run on one sample over and over: what is left of it is that of the
+    difference. (Without, that sample's kinks would be in all steps.)"""
     base, found = alone(probe)
     lags, nothing = memory(probe), pick(found[0][1], np.zeros(0, int))
     assert lags is not None
     batches = [probe.together([found[k][1] for k in part]) if part else nothing for part in script]
-    steps = moves(probe, batches, norm) - moves(probe, [found[0][1]] * len(batches), norm)
+    decayed = float(np.any(probe.drift))
+    steps = moves(probe, batches, norm)
+    if decayed:
+        steps = steps - moves(probe, [found[0][1]] * len(batches), norm)
     if len(steps) != len(batches) or not np.isfinite(steps).all():
         return []
-    own = found[0][2] * norm / base
+    own = decayed * found[0][2] * norm / base
     sums = without_memory(probe, steps, lags) * probe.divisor(1) + own
     least = (4 * probe.resolution * probe.divisor(1) / unit + (2e-3 if len(lags) else 0.0)) / max(
         1 - sum(lags[:1]), 0.05

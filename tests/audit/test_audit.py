@@ -13,7 +13,7 @@ from torch import nn
 
 import fastdp
 from fastdp.audit import TESTS, AuditError, Outcome, TorchTrainable, assert_private, audit
-from fastdp.audit.later_steps import followed
+from fastdp.audit.later_steps import followed, walked
 from fastdp.audit.measure import Probe
 
 from . import audit_right as right
@@ -126,6 +126,18 @@ CAUSES: dict[str, dict[str, Any]] = {
 def test_a_finding_names_the_cause(words: str) -> None:
     found = audit(type("Wrong", (Hand,), CAUSES[words])(), ["noise_distribution"])["noise_distribution"]
     assert found.verdict == "bug" and words in found.sentence, found
+
+
+def test_a_kink_of_the_sample_that_steps_are_compared_with_is_not_in_all_steps() -> None:
+    def batch(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw, centres = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(7)
+        y = torch.randint(4, (size,), generator=draw)
+        return torch.randn(4, 12, generator=centres)[y] + torch.randn(size, 12, generator=draw), y
+
+    said = {"divisor": 32, "expected_batch_size": 32, "activation": nn.ReLU}
+    step = right.loop_of(lambda ps: torch.optim.SGD(ps, 0.1), **said)
+    step.made_batch = batch
+    assert max(each.apart for each in walked(Probe(step, 2))) < 0.01
 
 
 def test_fastdp_passes_with_the_noise_that_it_releases() -> None:
