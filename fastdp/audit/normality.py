@@ -17,6 +17,7 @@ from .statistics import two_tails
 from .trainable import Array
 
 LEVEL = 2e-6
+QUESTIONS = 5  # of `shape`, with all tails as one: what its least p-value is multiplied by, where nothing is wrong
 TAILS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
 MIDDLE = 0.02  # values nearer to 0 are those that got no noise
 GRID = 1 / 64  # noise may be rounded to multiples of this, or of less: a grid that no data moves tells nothing

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fastdp.audit.normality import LEVEL, Doubt, groups, over_steps, pairs, shape, worst
+from fastdp.audit import distribution
+from fastdp.audit.normality import LEVEL, QUESTIONS, Doubt, groups, over_steps, pairs, shape, worst
+
+from .audit_hand import Hand
 
 STEPS, SIZE = 472, 276
 Array = np.ndarray
@@ -29,6 +32,15 @@ def test_right_noise_is_not_doubted(steps: int, size: int) -> None:
     for seed in range(4):
         found = doubts(normal(seed, steps, size))
         assert min(doubt.p_value for doubt in found.values()) > 1e-4, found
+
+
+@pytest.mark.slow
+def test_the_p_value_of_right_noise_is_corrected_for_all_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = np.array([worst(shape(normal(seed, 20, 100))).p_value for seed in range(100)])
+    assert np.mean(QUESTIONS * least < 0.05) <= 0.08 < np.mean(least < 0.05)  # of 100
+    monkeypatch.setattr(distribution, "shape", lambda z: [Doubt(0.004, "")])
+    found = distribution.noise_distribution(Hand())
+    assert found.ok and found.p_value == pytest.approx(0.02) and "p = 0.02" in found.sentence
 
 
 def redrawn(z: Array, edge: float) -> Array:
