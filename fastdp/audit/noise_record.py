@@ -33,10 +33,12 @@ def settings(probe: Probe) -> tuple[float, float]:
     """(C, sigma) at which noise is seen well and the optimizer answers in proportion to it.
 
     SGD: where samples are clipped, and sigma = 1. Adam: where C is so far below its eps that a step is linear, and
-    noise that moves a parameter about as far as a sample does, over the 8 samples of a batch.
+    noise that moves a parameter about as far as a sample does, over the 8 samples of a batch. Where a fixed number
+    divides, C is less, for the sums of 8, but not the noise, which rounding would hide.
     """
     if probe.optimizer == "adam":
-        return probe.clipped_norm("needs a step in which Adam is linear") / 4, 8 / math.sqrt(probe.start.size)
+        norm = probe.clipped_norm("needs a step in which Adam is linear")
+        return norm / 4, 8 * probe.regime.norm / norm / math.sqrt(probe.start.size)
     return probe.usual_norm, 1.0
 
 
