@@ -284,6 +284,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def flattened(tensors: Sequence[Any]) -> Array:
     """The numbers of tensors, in one array."""
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in tensors]  # of parts: gathered
+    whole = [p if p.layout == torch.strided else p.to_dense() for p in whole]
     found = torch.cat([torch.zeros(0, dtype=torch.float64), *(p.detach().double().flatten().cpu() for p in whole)])
     return found.numpy()  # type: ignore[no-any-return]
 
