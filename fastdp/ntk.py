@@ -250,6 +250,8 @@ def _output_gradients(outputs: Tensor, targets: Any, loss: Loss, flat: bool) -> 
     if not isinstance(each, Tensor) or each.shape != (b,):
         what = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
         raise ValueError(f"the loss must return the losses of the {b} samples, [{b}] (reduction='none'), not {what}")
+    if not bool(torch.isfinite(outputs).all()):
+        raise ValueError("the model's outputs are not all finite (as its inputs are not, perhaps)")
     gradients = torch.zeros_like(outputs)
     for i in range(b):
         found = torch.autograd.grad(each[i], outputs, retain_graph=True, allow_unused=True)[0]

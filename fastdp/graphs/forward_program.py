@@ -66,7 +66,7 @@ class Outputs:
         if any(type(tensor) is not Tensor for tensor in tensors):
             raise GraphError("the forward gives a tensor of a class of its own")
         if odd := odd_leaf(self._leaves):
-            remedy = " (set model.config.use_cache = False)" if "Cache" in odd else ""
+            remedy = " (set model.config.use_cache = False)" if "Cache" in odd else ": give tensors, in dicts or tuples"
             raise GraphError(f"the forward gives a {odd}, which a replay cannot make{remedy}")
         memory = [memory_of(tensor) for tensor in (*inputs, *tensors)]
         if len(set(memory)) < len(set(map(memory_of, inputs))) + len(tensors):

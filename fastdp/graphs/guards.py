@@ -34,6 +34,7 @@ _KINDS = (
     functools.partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
 OWN = {*nn.Module().__dict__, "_compiled_call_impl"}  # of every module: looked at in other ways
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 DEPTH = 6
 _LARGEST = 1 << 12
 Attribute = tuple[int, str]  # the number of a module, and a name
@@ -87,10 +88,16 @@ def _numbers_of(value: Any, depth: int = 0) -> Any:
     return _comparable(attributes_of(value), [], depth + 1)
 
 
+def _is_plain_kind(kind: Any) -> bool:
+    return isinstance(kind, type) and kind in _PLAIN
+
+
 def _is_known(note: Any) -> bool:
     """Whether all that a value holds can be compared."""
     if isinstance(note, dict):
         return all(map(_is_known, note.values()))
+    if isinstance(note, tuple):  # (kind, what it holds)
+        return _is_known(note[1]) if isinstance(note[1], dict | list) else note[1] is not None or note[0] is type(None)
     return all(map(_is_known, note)) if isinstance(note, list) else note is not None
 
 
@@ -101,8 +108,12 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
         return held
     if held is not None or type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
         return None
-    named = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
-    slots = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
+    named = [(kind.__name__, kind.__dict__.get("__slots__", ())) for kind in type(value).__mro__]
+    slots = [
+        f"_{kind.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for kind, each in named
+        for name in ((each,) if isinstance(each, str) else each)
+    ]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} if slots else None
 
 
@@ -166,7 +177,8 @@ class Guards:
     """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is.
 
     constants: memory of tensors that a recording takes; written: attributes that a forward writes (the length of the
-    last batch), which tell nothing of the next; read: those that it reads, as no others decide what it does (all).
+    last batch), which tell nothing of the next; read: those that it reads (all): a number or word in another decides
+    nothing. (An object may be reached past the module that keeps it, too.)
     """
 
     def __init__(
@@ -267,10 +279,11 @@ class Guards:
                 return f"a tensor that a module keeps ('{key}') is another"
         return ""
 
-    def _matters(self, attribute: Attribute) -> bool:
-        """Whether what a forward does may depend on it."""
+    def _matters(self, attribute: Attribute, *notes: Any) -> bool:
+        """Whether what a forward does may depend on an attribute, of which this was, or is, known."""
         read = self._read is None or attribute in self._read or (attribute[0], "__dict__") in self._read
-        return read and attribute not in self._written
+        plain = all(note is None or (isinstance(note, tuple) and _is_plain_kind(note[0])) for note in notes)
+        return (read or not plain) and attribute not in self._written
 
     def _differs(self, number: int) -> str:
         """What is another of a module, "" if nothing is."""
@@ -282,7 +295,8 @@ class Guards:
             return f"module '{path}' has got or lost hooks, parameters or modules, or is of another class"
         attributes, known = self._notes(module, []), self._attributes[number]
         for name in {**attributes, **known}:
-            if self._matters((number, name)) and attributes.get(name) != known.get(name):
+            a, b = known.get(name), attributes.get(name)
+            if a != b and self._matters((number, name), a, b):
                 return f"module '{path}' has another '{name}'"
         return ""
 

@@ -7,8 +7,10 @@ import copy
 import io
 import random
 import sys
-from collections import deque
+from abc import ABCMeta
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import GraphError
-from ..utils.code_location import is_librarys
+from ..utils.code_location import FASTDP, is_librarys
 from .guards import DEPTH, OWN, Attribute, attributes_of, is_plain_object
 
 
@@ -116,9 +118,10 @@ class ModuleState:
                 for name, value in before.items():
                     object.__setattr__(own, name, value)
                 continue
+            kind = OrderedDict if isinstance(own, OrderedDict) else dict  # (a Counter's own would add)
             for name in [name for name in own if name not in OWN and name not in before]:
-                dict.__delitem__(own, name)
-            dict.update(own, before)  # (a Counter's own would add)
+                kind.__delitem__(own, name)
+            kind.update(own, before)
         for _, _, before, _, set_back in self._stateful:
             set_back(before)
 
@@ -131,37 +134,41 @@ def _held_by(own: Any) -> Any:
 class AttributeReads:
     """Notes within it which attributes of a model's modules are read, in `read`: also those that are not there.
 
-    Python asks a class for them, so each module's class notes it for as long."""
+    Python asks a class for them, so each module's class notes it for as long. Of a class that has a way of its own, or
+    takes none, all are."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._numbers = {id(module): number for number, module in enumerate(model.modules())}
-        self._getting = {type(module): type(module).__getattribute__ for module in model.modules()}
-        self._own = {kind: kind.__dict__.get("__getattribute__") for kind in self._getting}
         self.read: set[Attribute] = set()
+        self._numbers = {id(module): number for number, module in enumerate(model.modules())}
+        self._kinds = set(map(type, model.modules()))
+        for number, module in enumerate(model.modules()):
+            kind = type(module)
+            if kind.__getattribute__ is not object.__getattribute__ or type(kind) not in (type, ABCMeta):
+                self._kinds.discard(kind)
+                self.read.add((number, "__dict__"))
 
     def __enter__(self) -> AttributeReads:
-        for kind, get in self._getting.items():
-            kind.__getattribute__ = self._noting(get)  # type: ignore[method-assign, assignment]
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        for kind, own in self._own.items():
-            if own is None:
-                del kind.__getattribute__
-            else:
-                kind.__getattribute__ = own  # type: ignore[method-assign]
-
-    def _noting(self, get: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         numbers, read = self._numbers, self.read
 
         def noted(module: Any, name: str) -> Any:
             number = numbers.get(id(module))
-            # (torch looks into it for parameters, and so do the guards)
-            if number is not None and (name != "__dict__" or not is_librarys(sys._getframe(1).f_code.co_filename)):
+            if number is not None and (name != "__dict__" or not _looks_for_parameters(sys._getframe(1).f_code)):
                 read.add((number, name))
-            return get(module, name)
+            return object.__getattribute__(module, name)
 
-        return noted
+        for kind in self._kinds:
+            kind.__getattribute__ = noted  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        for kind in self._kinds:
+            del kind.__getattribute__
+
+
+def _looks_for_parameters(code: CodeType) -> bool:
+    """Whether this is torch's code that looks into a module for parameters and buffers, or the guards'."""
+    ours = code.co_filename.startswith(FASTDP)
+    return ours or (code.co_name in ("__getattr__", "__setattr__") and is_librarys(code.co_filename))
 
 
 def _is_same(a: Any, b: Any) -> bool:

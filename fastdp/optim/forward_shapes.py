@@ -61,7 +61,7 @@ class Shape:
                     return program
         self.changed = changed
         if changed and self.changes[changed] >= CHANGES:
-            self.refused = f"{changed} again and again"
+            self.refused = f"{changed} again and again (what changes at every step, give the forward as an argument)"
             raise GraphError(self.refused)
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,10 +164,18 @@ def test_arguments_that_are_no_tensors() -> None:
 
 
 class Slotted:
-    __slots__ = ("scale",)
+    __slots__ = ("__scale",)
 
     def __init__(self) -> None:
         self.scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self.__scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self.__scale = scale
 
 
 CONFIGURATIONS: dict[str, Callable[[], Any]] = {
@@ -260,10 +268,51 @@ def test_attributes_that_the_forward_does_not_read_may_change() -> None:
         lambda m: m.__dict__.get("late", 1.0),
         lambda m: vars(m).get("late", 1.0),
         lambda m: m.late if hasattr(m, "late") else 1.0,
+        lambda m: 2.0 if "late" in dir(m) else 1.0,
     ]
     for read in reads:
         told_of(lambda m, x, read=read: plain(m, x) * read(m), later(lambda m: setattr(m, "late", 2.0)))
     assert "__getattribute__" not in vars(Model)
+
+
+SHARED = SimpleNamespace(scale=1.0)
+
+
+class Closed(type):
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError("closed")
+
+
+class Scaling(nn.Module, metaclass=Closed):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_objects_that_are_reached_past_the_module_and_classes_that_take_nothing() -> None:
+    """What only a number can be is told from what may be read elsewhere, too."""
+
+    def shared(m: Model, k: int) -> Tensor:
+        SHARED.scale, m.kept = 2.0 if k >= FROM else 1.0, SHARED
+        return loss_of_step(m(batch_of(k)[0]), k)
+
+    assert told_of(lambda m, x: plain(m, x) * SHARED.scale, shared).replayed >= 4
+
+    def within(m: Model, k: int) -> Tensor:
+        if k == 0:
+            m.scaling, m.filled = Scaling(), OrderedDict(a=1)
+        m.scaling.scale = 2.0 if k >= FROM else 1.0
+        return loss_of_step(m(batch_of(k)[0]), k)
+
+    def filling(m: Model, x: Tensor) -> Tensor:
+        m.filled.setdefault(len(x), 1)
+        assert list(m.filled.items())[0] == ("a", 1)
+        return m.scaling(plain(m, x))
+
+    assert told_of(lambda m, x: m.scaling(plain(m, x)), within).replayed >= 4
+    told_of(filling, within)
+    assert not any("__getattribute__" in vars(kind) for kind in (Model, nn.Linear, Scaling))
 
 
 TWICE: dict[str, Step] = {

@@ -65,6 +65,8 @@ def test_noise_multiplier_for_meets_the_target(accountant):
     )
     spent = epsilon_of([(sigma, 0.02, 150)], 1e-5, accountant)
     assert 1.98 < spent <= 2.0
+    with pytest.raises(AccountingError, match="tolerance"):
+        fastdp.noise_multiplier_for(target_epsilon=2.0, delta=1e-5, sample_rate=0.02, epochs=3, tolerance=math.nan)
     with pytest.raises(AccountingError, match="either"):
         fastdp.noise_multiplier_for(target_epsilon=2.0, delta=1e-5, sample_rate=0.02)
 
@@ -100,6 +102,7 @@ def test_steps_that_are_no_number_of_steps_are_refused(accountant):
         (1.0, 0.1, float("nan")),
         (1.0, 1.5, 2),
         (-1.0, 0.1, 2),
+        (float("inf"), 0.1, 2),
     ):
         with pytest.raises((AccountingError, ValueError), match="steps must be a whole|sample_rate|noise_multiplier"):
             epsilon_of([run], 1e-5, accountant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -148,6 +149,8 @@ def test_what_is_refused():
         ntk(nn.Sequential(model, nn.Unflatten(1, (3, 1))), x, y, cross_entropy)
     with pytest.raises(ValueError, match="eval"):
         ntk(nn.Sequential(model, nn.Dropout(0.5)), x, y, cross_entropy)
+    with pytest.raises(ValueError, match="not all finite"):
+        ntk(model, x * math.nan, y, cross_entropy)
     with pytest.raises(SampleMixingError, match="sample 0"):
         ntk(model, x, y, lambda f, y: cross_entropy(f - f.mean(0), y))
     with pytest.raises(SampleMixingError):
