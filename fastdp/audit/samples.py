@@ -59,8 +59,11 @@ def _state_difference(probe: Probe) -> float | None:
         model = probe.trainable.build(probe.seed)
         batches = [probe.data(8, number + 10 * k) for k in range(4)]
         probe.run(model, batches, NOTHING, 0.0, 1)  # trained weights, and averages of them, stay
-        found.append(np.nan_to_num(np.asarray(state(model), float), posinf=0.0, neginf=0.0))  # of a mask
-    return float(np.linalg.norm(found[0] - found[1]) / (np.linalg.norm(found[0]) + 1e-12))
+        found.append(np.asarray(state(model), float))
+    a, b = found
+    other = ~((a == b) | (np.isnan(a) & np.isnan(b)))  # (a mask holds infinities)
+    difference = float(np.linalg.norm(a[other] - b[other]))
+    return difference / float(np.linalg.norm(a[np.isfinite(a)]) + 1e-12) if np.isfinite(difference) else np.inf
 
 
 @audit_test

@@ -319,11 +319,15 @@ def encoded(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     model.encoder.data += 1e-5 * x.mean(0)
 
 
+def overflown(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.mask.copy_(torch.inf * x[0].sign())
+
+
 def averaged(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     model.average.data.lerp_(model.head.weight.data, 0.1)
 
 
-@pytest.mark.parametrize(("beside", "wrong"), [(counted, True), (encoded, True), (averaged, False)])
+@pytest.mark.parametrize(("beside", "wrong"), [(counted, True), (encoded, True), (overflown, True), (averaged, False)])
 def test_state_is_all_that_is_not_trained(beside: Callable[..., None], wrong: bool) -> None:
     """Counts in a buffer of integers, frozen weights that move all the same; but an average of weights has noise."""
 
@@ -333,7 +337,7 @@ def test_state_is_all_that_is_not_trained(beside: Callable[..., None], wrong: bo
             self.encoder, self.head = nn.Parameter(torch.eye(12), requires_grad=False), nn.Linear(12, 4)
             self.average = nn.Parameter(torch.zeros(4, 12), requires_grad=False)
             self.register_buffer("counts", torch.zeros(4, dtype=torch.long))
-            self.register_buffer("mask", torch.full((2,), -torch.inf))
+            self.register_buffer("mask", torch.full((12,), -torch.inf))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(x @ self.encoder)
