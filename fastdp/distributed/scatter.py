@@ -1,10 +1,10 @@
 """Reduce-scatters clipped sums of whole parameters to the processes that hold their shards.
 
-A group's sums make one collective, as they do in fully_shard; those of small groups (LoRA) wait for one another until
-they fill a bucket. A large sum that is cut as it lies is read where it lies: nothing is copied. Small ones, and those
-of parameters whose size the number of processes does not divide, are laid into one buffer for each collective, and
-freed. The collective runs while the next sums are taken; what is held at once are the sums of two groups at most, and
-of a bucket.
+A group's sums make one collective, as they do in fully_shard, or share one with the next group's (`ends`). A large sum
+that is cut as it lies is read where it lies: nothing is copied. Small ones, and those of parameters whose size the
+number of processes does not divide, are laid into one buffer for each collective, and freed. The collective runs while
+the next sums are taken; no more is held at once than the sums of the two neighbouring groups that have the most,
+and a bucket.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ class Scatter:
 
     def __init__(self) -> None:
         self._waiting: tuple[list[Any], list[Piece]] = [], []  # works, and what they read and give
-        self._group: Any = None  # of those that wait for a bucket to be full
+        self._group: Any = None  # of those that no collective has taken yet
         self._members: list[tuple[Tensor, Part]] = []
         self._sums: dict[int, Tensor] = {}
         self.found: dict[int, Tensor] = {}  # this process's part of each sum, by the id of the whole parameter
 
-    def put(self, group: Any, members: Sequence[tuple[Tensor, Part]], sums: MutableMapping[int, Tensor]) -> None:
+    def put(
+        self, group: Any, members: Sequence[tuple[Tensor, Part]], sums: MutableMapping[int, Tensor], end: bool
+    ) -> None:
         """sums: of the wholes among the members, by id, which are taken out; zero where there is none.
-        group: a process group."""
+        group: a process group. end: whether the collective ends with these."""
         if group is not self._group:
             self._send()
         self._group = group
         self._members += members
         self._sums.update(sums)
         sums.clear()
-        if sum(whole.numel() * sum_type(whole).itemsize for whole, _ in self._members) >= BUCKET:
+        if end:
             self._send()
 
     def _send(self) -> None:
@@ -60,7 +62,7 @@ class Scatter:
         self._members, self._sums = [], {}
         for kind in (torch.float32, torch.float64):
             own = [(w, p) for w, p in members if sum_type(w) == kind]
-            large = [(w, p) for w, p in own if w.numel() * kind.itemsize >= LARGE and p.even]
+            large = [(w, p) for w, p in own if _held(w, p) == w.numel() * kind.itemsize]
             pieces += [_piece([member], _as_it_lies(*member, sums, kind)) for member in large]
             apart = {id(whole) for whole, _ in large}
             if small := [(w, p) for w, p in own if id(w) not in apart]:
@@ -84,6 +86,27 @@ class Scatter:
         self._send()
         self._settle()
         return self.found
+
+
+def ends(groups: Sequence[Sequence[tuple[Tensor, Part]]]) -> list[bool]:
+    """Whether a collective ends with each group's sums: groups share one where no more is held at once than if each had
+    its own, but for a bucket. It follows from the model alone."""
+    sizes = [sum(_held(*member) for member in members) for members in groups]
+    limit = BUCKET + max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+    found, sent, collected = list[bool](), 0, 0  # bytes of the collective that runs, and of the next one
+    for number, size in enumerate(sizes, 1):
+        collected += size
+        following, later = (*sizes[number : number + 2], 0, 0)[:2]
+        found.append(number == len(sizes) or collected + following + max(sent, later) > limit)
+        if found[-1]:
+            sent, collected = collected, 0
+    return found
+
+
+def _held(whole: Tensor, part: Part) -> int:
+    """Bytes that a collective holds of a sum."""
+    size = whole.numel() * sum_type(whole).itemsize
+    return size if size >= LARGE and part.even else 2 * size  # laid out beside the sum
 
 
 def _piece(members: list[tuple[Tensor, Part]], by_rank: Tensor) -> Piece:

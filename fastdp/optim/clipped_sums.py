@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..batch_axis.deferred_checks import DeferredCheck
 from ..distributed.reduce import riding
-from ..distributed.scatter import Scatter, buckets_of
+from ..distributed.scatter import Scatter, buckets_of, ends
 from ..distributed.sharded import Group, Sharded
 from ..distributed.shards import Box, Part
 from ..distributed.world import World
@@ -168,8 +168,9 @@ class ShardedSums(Sums):
         rows = self._rows(numbers, buckets[0][1][0])
         if rows is not None:  # with the first group's sums, which they have a collective in common with
             first = self._shards.groups[0]
-            scatter.put(first.scatter, [(rows, Part(rows.shape, 0, first.rank, first.ranks))], {id(rows): rows})
-        for (group, own), (_, needed) in zip(buckets, self._needed, strict=True):
+            scatter.put(first.scatter, [(rows, Part(rows.shape, 0, first.rank, first.ranks))], {id(rows): rows}, False)
+        placed = [[(p, place[1]) for p in own if (place := self._shards.place(p))] for _, own in buckets]
+        for (group, own), (_, needed), its, end in zip(buckets, self._needed, placed, ends(placed), strict=True):
             sums: dict[int, Tensor] = {}
             with self._at_hand(needed), self._held_back():
                 clipped, parts = _among(members, own)
@@ -179,9 +180,8 @@ class ShardedSums(Sums):
             if group is None:
                 whole.update(sums)
                 continue
-            places = [place for p in own if (place := self._shards.place(p)) is not None]
             with self._world.exchanging():
-                scatter.put(group.scatter, [(p, part) for p, (_, part) in zip(own, places, strict=True)], sums)
+                scatter.put(group.scatter, its, sums, end)
         with self._world.exchanging():
             found = {**scatter.done(), **whole}
         problem, self._problem = self._problem, None

@@ -101,8 +101,8 @@ def messages(rank: int, world: int) -> None:
 
 
 def messages_of_parts(rank: int, world: int) -> None:
-    """Two agreements, before the sums and before the update; of which small groups, that share a collective, save one
-    and more."""
+    """Two agreements, before the sums and before the update; groups whose sums share a collective save one and more
+    (see `scatter.ends`: all but equal groups that are large, with nothing small beside them)."""
     check(rank, world, 1, sharded)
     check(rank, world, 1, sharded, "lora")
     check(rank, world, 1, sharded, **ADAPTIVE)

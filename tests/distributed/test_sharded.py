@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 
 import numpy as np
 import pytest
 import torch
+
+from fastdp.distributed.scatter import BUCKET, ends
+from fastdp.distributed.shards import Part
 
 from .. import forked
 from .checkpoints import FOLDER, STATES, saved, taken_up
@@ -63,6 +67,38 @@ def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(ranks):
     for each, history, _ in found:
         assert history == [(1e-9, 0.1, 5)]
         assert max(np.abs(a - b).max() for a, b in zip(each, found[0][0], strict=True)) < 1e-6
+
+
+def test_groups_share_collectives_within_the_memory_of_two_and_a_bucket():
+    def most_held(sizes, last):
+        held, running, collected = 0, 0, 0
+        for size, end in zip(sizes, last, strict=True):
+            collected += size
+            held = max(held, running + collected)
+            running, collected = (collected, 0) if end else (running, collected)
+        assert last[-1]
+        return held
+
+    def wholes(size):
+        return [(torch.empty(size // 4, device="meta"), Part(torch.Size([size // 4]), 0, 0, 1))]
+
+    million, saved = 1 << 20, {}
+    models = {
+        "blocks and a head": [35] * 12 + [154],
+        "blocks and a norm": [70] * 12 + [0.004],
+        "equal blocks": [70] * 12,
+        "small groups": [0.5] * 24,
+    }
+    some = itertools.product([1, 2, 30, 100, 400], repeat=4)
+    for name, sizes in [*models.items(), *(("", each) for each in some)]:
+        sizes = [int(size * million) for size in sizes]
+        last = ends([wholes(size) for size in sizes])
+        saved[name] = last.count(False)
+        held = [size if size >= million else 2 * size for size in sizes]  # small ones are laid out beside the sums
+        assert most_held(held, last) <= most_held(held, [True] * len(held)) + BUCKET
+    assert saved["equal blocks"] == 0
+    assert saved["small groups"] == 23
+    assert min(saved["blocks and a head"], saved["blocks and a norm"]) >= 1
 
 
 @pytest.mark.filterwarnings("ignore")
