@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,16 +156,29 @@ def _of_noisy_runs(accountant: str, runs: list[tuple[float, float, int]], delta:
     """The accountant's epsilon of runs that all have noise."""
     if accountant == "gdp":
         return _gdp(runs, delta)
-    bound = _by_opacus("rdp", tuple(runs), delta)
+    composed = _composed(runs)
+    bound = _by_opacus("rdp", composed, delta)
     if accountant == "rdp" or bound > PRV_REACH:
         return bound
     try:
-        found = _by_opacus("prv", tuple(runs), delta)
+        found = _by_opacus("prv", composed, delta)
     except (RuntimeError, ValueError, MemoryError) as problem:  # its numbers run out: RDP bounds epsilon as well
         found = bound
         warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=4)
     # PRV's grid ends near 700: there it says too little, or that there is no bound
     return found if found < PRV_LIMIT else bound
+
+
+def _composed(runs: Sequence[tuple[float, float, int]]) -> tuple[tuple[float, float, int], ...]:
+    """The same steps, a run for each kind. Steps on all samples are one Gaussian mechanism (Dong et al. 2019, arXiv
+    1905.02383, corollary 3.3)."""
+    steps, mu = Counter[tuple[float, float]](), 0.0
+    for sigma, rate, count in runs:
+        if rate == 1:
+            mu = math.hypot(mu, math.sqrt(count) / sigma)
+        else:
+            steps[sigma, rate] += count
+    return (*((*kind, count) for kind, count in steps.items()), *([(1 / mu, 1.0, 1)] if mu else []))
 
 
 PRV_LIMIT = 500.0

@@ -31,7 +31,23 @@ def test_epsilon_is_opacus_own(accountant):
     several = [(0.9, 0.25, 20), (1.1, 0.25, 3), (2.0, 0.001, 500), (1.3, 1.0, 2), (0.9, 0.25, 5)]
     for theirs.history in (several, [(0.5, 0.1, 1)]) if accountant != "gdp" else ():  # (Opacus's takes one run alone)
         for delta in (1e-3, 1e-9):
-            assert epsilon_of(theirs.history, delta, accountant) == theirs.get_epsilon(delta=delta)
+            assert epsilon_of(theirs.history, delta, accountant) == pytest.approx(theirs.get_epsilon(delta=delta), 1e-5)
+
+
+@pytest.mark.parametrize("runs", [[(3000.0, 1.0, 10**6)], [(100.0, 1.0, 600), (50.0, 1.0, 150), (100.0, 1.0, 399990)]])
+def test_steps_on_all_samples_are_one_gaussian_mechanism(runs):
+    """Balle and Wang 2018 (arXiv 1805.06530), theorem 8. Step by step, PRV takes minutes for a million."""
+    mu, epsilon = math.sqrt(sum(steps / sigma**2 for sigma, _, steps in runs)), epsilon_of(runs, 1e-5)
+
+    def below(x):
+        return math.erfc(-x / math.sqrt(2)) / 2
+
+    def delta(at):
+        return below(mu / 2 - at / mu) - math.exp(at) * below(-mu / 2 - at / mu)
+
+    assert delta(epsilon) < 1e-5 < delta(epsilon - 0.03)
+    alike = [(2.0, 0.01, 100), *runs, (2.0, 0.01, 50)]
+    assert epsilon_of(alike, 1e-5) == epsilon_of([(2.0, 0.01, 150), *runs], 1e-5) > epsilon
 
 
 def test_epsilon_without_what_it_needs():
