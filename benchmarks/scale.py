@@ -48,6 +48,7 @@ SIZES: dict[str, dict[str, int]] = {
     "8b": {"layers": 32, "d": 4096, "heads": 32, "groups": 8, "hidden": 14336, "vocabulary": 128256},
     "70b": {"layers": 80, "d": 8192, "heads": 64, "groups": 8, "hidden": 28672, "vocabulary": 128256},
 }
+AGREED = 48  # bytes that each rank says in an agreement
 ADAPTED = ("query", "key", "value", "out", "gate", "up", "down")
 
 
@@ -76,7 +77,10 @@ class Checkpointed(nn.Module):
 class Pretended(Ranks):
     """All processes, of which there is one: the others would say the same."""
 
+    agreements = 0  # so far, of all
+
     def agree(self, said: Any, records: int = 0) -> int:
+        Pretended.agreements += 1
         return records * self.size
 
     def from_first(self, secret: bytes) -> bytes:
@@ -183,6 +187,7 @@ def one_step(setting: Setting, private: bool) -> Meter:
             meter.hold("moments", [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)])
             if private:
                 _tell(optimizer._privacy.sums, meter)
+            before = Pretended.agreements
             with meter:
                 meter.phase("forward")
                 loss = token_losses(model(ids), ids).mean()
@@ -192,6 +197,8 @@ def one_step(setting: Setting, private: bool) -> Meter:
                 optimizer.step()
                 optimizer.zero_grad()
             del loss
+            if agreed := Pretended.agreements - before:
+                meter.sent["agreement"] = agreed, agreed * AGREED * setting.ranks
         return meter
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import fastdp.optim.graphed_step
 from fastdp.batch_axis.deferred_checks import AwaitedChecks, DeferredCheck
 from fastdp.batch_axis.host_values import Order, known, made_known
 from fastdp.batch_axis.tensor_notes import KNOWN
+from fastdp.distributed.tensor import TensorParallel
 from fastdp.errors import SampleMixingError
 from fastdp.graphs import steps
 
@@ -145,8 +147,20 @@ def check_without_events(device: str) -> None:
         patch.delattr(torch.get_device_module(device), "current_stream")  # as torch.mps, which has events, though
         awaited.settle([DeferredCheck(flag, "it mixes", "it was asked")])
     assert sum(waits.found.values()) == 1, waits.found
+    awaited.add([])  # once several processes have agreed, none raises for an earlier step, of which others may not know
     with pytest.raises(SampleMixingError, match="it was asked"):
         awaited.look()
+
+
+def check_given_on_several(device: str) -> None:
+    """Processes that share layers compare what they were given, on the host (lengths) and on the device."""
+    split: Any = object.__new__(TensorParallel)
+    split.mesh = types.SimpleNamespace(device_type=torch.device(device).type)
+    lanes = [torch.rand(4, dtype=torch.float64) for _ in range(2)]
+    split._lanes = [lanes[0], lanes[1].to(device)]
+    found = split.take_lanes()
+    assert found.device == torch.device(device)
+    torch.testing.assert_close(found.cpu(), (lanes[0] + 2 * lanes[1]) % 1)
 
 
 class Positions(torch.nn.Module):
@@ -215,6 +229,7 @@ CHECKS = {
     "rules of captures": check_rules, "clocks": check_clocks, "draws of checkpointed blocks": check_draws,
     "autocast": check_autocast, "captured steps": check_captured,
     "streams": check_streams, "a device without events": check_without_events,
+    "given on several devices": check_given_on_several,
 }  # fmt: skip
 
 

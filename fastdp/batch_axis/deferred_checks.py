@@ -115,6 +115,10 @@ class AwaitedChecks:
         Raises the error of one that is true.
         """
         self.look()
+        self.add(doubts)
+
+    def add(self, doubts: Sequence[DeferredCheck]) -> None:
+        """The same, but for earlier steps: what has arrived of these may differ between processes."""
         settle([one for one in doubts if not self._later or one.flag.device.type == "cpu"], _NOTHING)
         self._ask([one for one in doubts if self._later and one.flag.device.type != "cpu"])
 

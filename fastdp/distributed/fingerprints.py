@@ -151,6 +151,14 @@ _PRIMES = (2147483647, 2147483629)
 
 
 @torch.no_grad()
+def projection_of(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements by fixed weights, and its norm: [2], float64, on its device and without a wait."""
+    rows = tensor.detach().reshape(-1, tensor.size(-1) if tensor.dim() else 1)
+    across, down = (torch.arange(1.0, size + 1, device=rows.device).mul_(7).cos_() for size in reversed(rows.shape))
+    total = (rows @ across.to(rows.dtype)).double() @ down.double()
+    return torch.stack([total, torch.linalg.vector_norm(rows, dtype=torch.float64)])
+
+
 def lanes_of(tensor: Tensor) -> Tensor:
     """Four numbers in [0, 1), float64, that tell a tensor's bits and sizes, on its device and without a wait."""
     words = tensor.detach().contiguous().view(-1)

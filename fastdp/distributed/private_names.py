@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,12 +33,37 @@ OF_PARAMETER = (
 OF_MESH = ("shard_process_group", "shard_mesh_size", "shard_mesh_rank")
 
 
+_SENT = Counter[str]()  # messages from one process to one other, by the name of the group
+
+
+def count_messages() -> None:
+    """From now on `collectives_so_far` counts messages from one process to one other, which NCCL does not."""
+    from torch.distributed import ProcessGroup
+
+    for name in ("send", "recv", "recv_anysource"):
+        method = getattr(ProcessGroup, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(ProcessGroup, name, _counted(method))
+
+
+def _counted(method: Any) -> Any:
+    @functools.wraps(method)
+    def count(group: Any, *args: Any, **kwargs: Any) -> Any:
+        _SENT[group.group_name] += 1
+        return method(group, *args, **kwargs)
+
+    return count
+
+
 def collectives_so_far(group: Any) -> int | None:
-    """How many collectives this process has begun in a process group; None if this torch, or backend, does not say."""
+    """How many collectives this process has begun in a process group, by all of its backends, and messages to one
+    process; None if this torch, or backend, does not say."""
     try:
-        return int(group._get_sequence_number_for_group())
+        backends = [group._get_backend(device) for device in group._device_types]
+        counts = {id(backend): int(backend._get_sequence_number_for_group()) for backend in backends}
     except (AttributeError, RuntimeError):
         return None
+    return sum(counts.values()) + _SENT[group.group_name]
 
 
 def groups_here(*known: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..engine.call_cache import inquires
 from ..errors import ParameterError, UncapturedUseError
 from ..grad_sample.parameter_links import link_of
 from ..utils.pytree import tensors_in
-from .fingerprints import lanes_of, mark, same_on_all
+from .fingerprints import lanes_of, mark, projection_of, same_on_all
 from .private_names import lies_here
 from .sharded import Group, Sharded
 from .shards import Part, placed_within
@@ -50,7 +50,8 @@ class TensorParallel:
         self._leaves: dict[int, tuple[Any, Tensor]] = {}  # by the ids of a DTensor and of its leaf: both
         self._undo: list[Callable[[], None]] = []  # what gives styles their hooks back
         self._lanes: list[Tensor] = []  # of what the forwards were given since the last backward
-        self._handle: Any = None
+        self._arrived: list[Tensor] = []  # of the gradients that came to their outputs since then
+        self._handles: list[Any] = []
         check_plan(model)
         if sharded is not None:
             sharded.leaf_of = self.leaf
@@ -193,16 +194,17 @@ class TensorParallel:
         if self.sharded is not None:
             self.sharded.claim()
         self._undo = [undo for module in self.model.modules() for undo in out_of_sight(module)]
-        self._handle = self.model.register_forward_pre_hook(self._given, with_kwargs=True)
+        before, after = self.model.register_forward_pre_hook, self.model.register_forward_hook
+        self._handles = [before(self._given, with_kwargs=True), after(self._made)]
 
     def restore(self) -> None:
         if self.sharded is not None:
             self.sharded.restore()
         for undo in self._undo:
             undo()
-        self._undo = []
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._undo, self._handles = [], []
 
     def begins(self) -> None:
         if self.sharded is not None:
@@ -226,14 +228,34 @@ class TensorParallel:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._lanes += [lanes_of(t) for t in nested_tensors((args, kwargs)) if not hasattr(t, "placements")]
 
+    def _made(self, module: nn.Module, args: Any, out: Any) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            with torch._C.DisableTorchFunction():
+                for t in nested_tensors(out):
+                    if t.requires_grad and t.is_floating_point() and not hasattr(t, "placements"):
+                        t.register_hook(self._arrives)
+
+    def _arrives(self, grad: Tensor) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self._arrived.append(projection_of(grad))
+
+    def take_arrived(self) -> Tensor | None:
+        """Numbers by which processes compare the gradients that came to their outputs, as labels make them: [2], of
+        which the first tells them apart, as far as the second is large."""
+        found, self._arrived = self._arrived, []
+        if not found:
+            return None
+        return torch.stack([n * each.to(found[0].device) for n, each in enumerate(found, 1)]).sum(0)
+
     def take_lanes(self) -> Tensor | None:
         """Numbers by which processes compare what their forwards were given since the last time, however many these
         were: [4] in [0, 1)."""
         found, self._lanes = self._lanes, []
         if not found:
             return None
-        places = torch.arange(1.0, len(found) + 1, dtype=torch.float64, device=found[0].device)
-        return (torch.stack(found) * places[:, None]).sum(0) % 1
+        device = next((t.device for t in found if t.device.type == self.mesh.device_type), found[0].device)
+        places = torch.arange(1.0, len(found) + 1, dtype=torch.float64, device=device)
+        return (torch.stack([t.to(device) for t in found]) * places[:, None]).sum(0) % 1
 
 
 def _check_placement(parameter: Any, mesh: Any) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import errors
 from ..errors import FastDPError, StepError
-from .private_names import collectives_so_far, groups_here, timeout_of
+from .private_names import collectives_so_far, count_messages, groups_here, timeout_of
 from .reduce import Reduction
 
 TEXT = 2048  # bytes of what a process says in words
@@ -138,6 +138,7 @@ class Ranks(World):
             self.share = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._of = dist.group.WORLD
         self._control = _control()
+        count_messages()
         self._over = ""  # why this optimizer makes no more steps
         self._sent: list[Any] = []  # messages that nobody may have heard yet
         self.heard: Callable[[], None] = lambda: None  # told of an error that all raise, or most

@@ -78,7 +78,7 @@ class Replica:
             self.shards.open()
         self.alarm = failure_signal_of(world, [] if self.shards is None else self.shards.process_groups())
         self._unwatch: Callable[[], None] | None = None
-        self.rates: list[float] = []  # the learning rates of the step that is made
+        self.rule = ""  # by which the step that is made updates, the same on every process
         self._quiet = world.size > 1 and not (self.wrapper or self.shards) and not hasattr(model, IGNORED)
         if self._quiet:  # a wrapper that comes later must not broadcast buffers in a forward that only some ranks make
             setattr(model, IGNORED, [name for name, _ in model.named_buffers()])
@@ -315,10 +315,11 @@ def check_samples(world: World) -> None:
         return
     if world.communicated():
         raise StepError(
-            "a collective of torch.distributed ran between the begin of a forward and the end of its backward (a loss "
-            "over the samples of all ranks, perhaps, or a metric, or async_save in a thread): what samples of other "
-            "ranks do to this rank's gradients is not bounded by clipping. Communicate before a forward or after its "
-            "backward (evaluate under torch.no_grad(); checkpoint by dcp.save), and use a loss of each sample alone."
+            "a collective of torch.distributed (or a message) ran between the begin of a forward and the end of its "
+            "backward (a loss over the samples of all ranks, perhaps, ring attention, a metric, or async_save in a "
+            "thread): what samples of other ranks do to this rank's gradients is not bounded by clipping. Communicate "
+            "before a forward or after its backward (evaluate under torch.no_grad(); checkpoint by dcp.save), give "
+            "each rank whole samples, and use a loss of each sample alone."
         )
     _check_attention(world)
 

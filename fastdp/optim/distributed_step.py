@@ -6,7 +6,7 @@ and adds it after the sums were added up. So the released weights are those of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,10 +58,35 @@ def settings_of_step(privacy: Any, first: bool, **settings: object) -> dict[str,
     draws, pass_, step = privacy._loader_position
     return {
         "step": privacy.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
-        "step of the pass": step, "learning rates": privacy.replica.rates,
+        "step of the pass": step, "update": privacy.replica.rule,
         "key": mark("noise", privacy.noise.key), "history": mark(privacy.ledger.spent),
         **settings, "weights": weights_mark(privacy, privacy.engine.model) if first else "",
     }  # fmt: skip
+
+
+def rule_of(world: World, kind: type, groups: Sequence[Mapping[str, Any]]) -> str:
+    """An optimizer's class and what its groups say in numbers, but for tensors on a device, which would be waited for.
+    It is what several processes must have alike; "" of one."""
+    if world.size == 1:
+        return ""
+    told = []
+    for group in groups:
+        options = {name: _number(value) for name, value in group.items() if name != "params"}
+        told.append(", ".join(f"{name}={value}" for name, value in options.items() if value is not None))
+    text = "; ".join(dict.fromkeys(told))
+    return f"{kind.__name__} with {text[:_SHOWN]}" + (f" {mark(told)}" if len(told) > 1 or len(text) > _SHOWN else "")
+
+
+_SHOWN = 600  # letters
+
+
+def _number(value: Any) -> Any:
+    """A number, or several; None for all else."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, tuple | list):
+        return [_number(each) for each in value]
+    return value if isinstance(value, bool) else float(value) if isinstance(value, int | float) else None
 
 
 def weights_mark(privacy: object, model: nn.Module) -> str:

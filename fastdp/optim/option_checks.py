@@ -113,8 +113,8 @@ def refuse_written_grads(engine: PerSampleGradients, busy: bool) -> None:
         raise StepError(
             f".grad of {written[:3]} was written to since the forward began, and would get lost: a private step takes "
             "the samples' gradients, which do not stand there. A term of the weights alone (L2, a control variate) is "
-            "public: call backward() on it within optimizer.public(), or use weight_decay=. To go on without what was "
-            "written, set .grad to None; zero_grad() drops the samples' gradients, too."
+            "public: use weight_decay=, or in one process call backward() on it within optimizer.public(). To go on "
+            "without what was written, set .grad to None; zero_grad() drops the samples' gradients, too."
         )
 
 

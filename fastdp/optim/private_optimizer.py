@@ -16,7 +16,7 @@ from ..data import loop_checks
 from ..distributed.world import refuse_several
 from ..engine import loss_tracking
 from ..errors import ParameterError, StepError
-from . import checkpoint, fused_update
+from . import checkpoint, distributed_step, fused_update
 from .clipping import ClippingFunction
 from .drawn_noise import checked
 from .option_checks import FIXED, check_parameters, refuse_assignment, refuse_written_grads
@@ -84,7 +84,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if not self._stepped:
                     return loss
                 check_parameters(self._params(), privacy.engine)
-                privacy.replica.rates = [rate for group in self.param_groups if isinstance(rate := group["lr"], float)]
+                privacy.replica.rule = distributed_step.rule_of(privacy.world, base, self.param_groups)
                 release = checked(source.release(), privacy)
             try:
                 if kind is not None and updated(kind, self, release):

@@ -187,8 +187,7 @@ class PrivateStep:
         # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
         plan = gradients.plan or Plan(gradients, self._plan)
         sums = self.sums.clipped(gradients, members, factors, self._numbers(norm_sq))
-        self._doubts += gradients.doubts
-        self._backwards += 1
+        self._doubts, self._backwards = [*self._doubts, *gradients.doubts], self._backwards + 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending, self._records, self._plan = True, self._records + records, plan
         add(self._pending, *sums)
@@ -340,9 +339,9 @@ class PrivateStep:
         )  # fmt: skip
         look = None if self._released else self.replica.check_copies
         found, self._fresh, self._records = distributed_step.reduce_sums(
-            self.world, self.sums, sums, self._fresh, self._records, said, self._awaited.settle, look
+            self.world, self.sums, sums, self._fresh, self._records, said, self._awaited.add, look
         )
-        if self.sample_rate is not None and not self._loader_position[0] and not self.ledger.begun:
+        if not (self.sample_rate is None or self._loader_position[0] or self.ledger.begun):
             self.rate_check.check_size(self.sample_rate, self._records, self.expected_batch_size)
         return found
 
@@ -366,7 +365,8 @@ class PrivateStep:
 
     def epsilon(self, delta: float | None, sample_rate: float | None = None) -> float:
         """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
-        self._awaited.look(wait=True)
+        with self.world.deciding():  # what has come of earlier steps may differ between processes
+            self._awaited.look(wait=True)
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
         delta = self.ledger.default_delta(expected, rate) if delta is None else delta
         found = self.ledger.epsilon(delta, self.accountant, sample_rate)

@@ -182,10 +182,15 @@ def one_has_no_backward(rank: int, world: int) -> None:
 
 def out_of_step(rank: int, world: int) -> None:
     """A rank whose noise is of another step, or of another key, is caught before anything is summed."""
-    for tamper in ("step", "key", "sigma", "history", "lr", "frozen"):
+    options = {
+        "lr": rank + 1, "tensor lr": torch.tensor(0.1 + rank), "betas": (0.9, 0.9 + 0.01 * rank), "amsgrad": rank > 0,
+    }  # fmt: skip
+    for tamper in ("step", "key", "sigma", "history", "class", "frozen", *options):
         model = build()
-        optimizer = adamw(DDP(model))
-        if rank == 1:
+        optimizer = adamw(DDP(model), fastdp.DPSGD if tamper == "class" and rank else fastdp.DPAdamW)
+        if tamper in options:
+            optimizer.param_groups[-1][tamper.split()[-1]] = options[tamper]
+        elif rank == 1:
             noise = optimizer._privacy.noise
             if tamper == "step":
                 noise.step += 1
@@ -193,11 +198,9 @@ def out_of_step(rank: int, world: int) -> None:
                 noise.restore(bytes(32), 0)
             elif tamper == "sigma":
                 optimizer.noise_multiplier = 0.5
-            elif tamper == "lr":
-                optimizer.param_groups[0]["lr"] *= 0.1
             elif tamper == "history":
                 optimizer._privacy.ledger.add(1.0, 0.5)
-            else:
+            elif tamper == "frozen":
                 model.head.requires_grad_(False)
         before = [p.detach().clone() for p in model.parameters()]
         loss_of(model, batch(rank, 2)).backward()
@@ -273,6 +276,32 @@ def persons_apart(rank: int, world: int) -> None:
     optimizer.detach()
 
 
+def messages_within(rank: int, world: int) -> None:
+    """Samples that lie in parts on a ring of ranks: seen where the backend counts collectives alone, as NCCL does."""
+    optimizer, real = adamw(DDP(build())), dist.ProcessGroup._get_sequence_number_for_group
+    model, gloo = optimizer._privacy.replica.wrapper, vars(dist.distributed_c10d)["ProcessGroupGloo"]
+    try:
+        gloo._get_sequence_number_for_group = dist.ProcessGroup._get_sequence_number_for_group = lambda self: 0
+        for step in range(2):
+            loss = loss_of(model, batch(rank, 3))
+            if step == 0:
+                loss.backward()
+                optimizer.step()
+            sent, came = torch.ones(1), torch.ones(1)
+            around = [
+                dist.P2POp(dist.isend, sent, (rank + 1) % world),
+                dist.P2POp(dist.irecv, came, (rank - 1) % world),
+            ]
+            for work in dist.batch_isend_irecv(around):
+                work.wait()
+        with pytest.raises(StepError, match="a collective of torch.distributed"):
+            loss.backward()
+    finally:
+        del gloo._get_sequence_number_for_group
+        dist.ProcessGroup._get_sequence_number_for_group = real
+    optimizer.detach()
+
+
 def collectives_within(rank: int, world: int) -> None:
     """A loss that takes other ranks' outputs as constants is refused, by whatever group it got them, and so is a
     replaced attention."""
@@ -309,7 +338,7 @@ OTHERS: dict[str, Any] = {
     function.__name__: function
     for function in (
         same_noise, secret_key, drop_and_count, one_refuses, one_has_no_backward, out_of_step, refused_when_made,
-        collectives_within, weights_loaded_on_one_rank, joined, persons_apart,
+        messages_within, collectives_within, weights_loaded_on_one_rank, joined, persons_apart,
     )
 }  # fmt: skip
 CASES = {**EXACT, **OTHERS, **LOADING}

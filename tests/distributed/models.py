@@ -144,7 +144,7 @@ def batch(number: int, size: int) -> Tensor:
     return torch.randint(0, WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(number))
 
 
-def adamw(model: nn.Module, **options: Any) -> Any:
+def adamw(model: nn.Module, kind: Any = fastdp.DPAdamW, **options: Any) -> Any:
     given = {
         "lr": 1e-2,
         "noise_multiplier": 1.0,
@@ -153,7 +153,7 @@ def adamw(model: nn.Module, **options: Any) -> Any:
         "sample_rate": 0.1,
         "accountant": "rdp",
     }
-    return fastdp.DPAdamW(model, **{**given, **options})
+    return kind(model, **{**given, **options})
 
 
 def compare(

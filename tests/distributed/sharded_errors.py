@@ -115,6 +115,20 @@ def used_out_of_sight(rank: int, world: int) -> None:
         optimizer.detach()
 
 
+def written_grads(rank: int, world: int) -> None:
+    """What others write to a part's `.grad` would get lost, as no step takes it from there."""
+    model = sharded(build())
+    optimizer = adamw(model)
+    for step in range(2):
+        loss_of(model, batch(rank + 2 * step, 3)).backward()
+        optimizer.step()  # leaves the private gradient there
+    loss_of(model, batch(rank, 3)).backward()
+    model.norm.weight.square().sum().backward()
+    with pytest.raises(StepError, match="norm.weight.* was written to"):
+        optimizer.step()
+    optimizer.detach()
+
+
 def refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     part = build()
@@ -193,7 +207,7 @@ def changed_since(rank: int, world: int) -> None:
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        nothing_stale, one_refuses, one_cannot_clip, used_out_of_sight, refused,
+        nothing_stale, one_refuses, one_cannot_clip, used_out_of_sight, written_grads, refused,
         changed_since,
     )
 }  # fmt: skip

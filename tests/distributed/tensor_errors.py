@@ -298,6 +298,22 @@ def refused_in_a_forward(rank: int, world: int) -> None:
     refused(split(build(), mesh), tokens(seed=rank), StepError, "different batches", step=True)
 
 
+def other_labels(rank: int, world: int) -> None:
+    """Of a model that is split throughout: no parameter lies on each process, whose gradients would differ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, D), nn.Linear(D, WORDS, bias=False))
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(model, tensor_mesh()["tp"], {"0": rows, "1": ColwiseParallel(output_layouts=Replicate())})
+    optimizer, ids = adamw(model), tokens(seed=0)
+    for labels in (tokens(seed=1), tokens(seed=1), tokens(seed=2 + rank)):
+        F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+        if labels.equal(tokens(seed=1)):
+            optimizer.step()
+    with pytest.raises(StepError, match="other labels"):
+        optimizer.step()
+    optimizer.detach()
+
+
 class Flipped(nn.Module):
     """Another sign on every second rank: gradients of equal norms, which are not the same."""
 
@@ -342,7 +358,7 @@ def messages_of_layers(rank: int, world: int) -> None:
 OTHERS: dict[str, Any] = {
     function.__name__: function
     for function in (
-        same_noise, records, refused_when_made, refused_in_a_forward, refused_by_sums, refused_pipelines,
+        same_noise, records, refused_when_made, refused_in_a_forward, other_labels, refused_by_sums, refused_pipelines,
         context_parallel_comes_later, messages_of_layers,
     )
 }  # fmt: skip
