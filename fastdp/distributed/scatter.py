@@ -3,12 +3,13 @@
 A group's sums make one collective, as they do in fully_shard, or share one with the next group's (`ends`). A large sum
 that is cut as it lies is read where it lies: nothing is copied. Small ones, and those of parameters whose size the
 number of processes does not divide, are laid into one buffer for each collective, and freed. The collective runs while
-the next sums are taken; no more is held at once than the sums of the two neighbouring groups that have the most,
-and a bucket.
+the next sums are taken; no more is held at once than two neighbouring groups' sums, of those so far that have the
+most, and a bucket (what backward has kept is dropped group by group, so that later is cheaper).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class Scatter:
         self._members, self._sums = [], {}
         for kind in (torch.float32, torch.float64):
             own = [(w, p) for w, p in members if sum_type(w) == kind]
-            large = [(w, p) for w, p in own if _held(w, p) == w.numel() * kind.itemsize]
+            large = [(w, p) for w, p in own if not _laid(w, p)]
             pieces += [_piece([member], _as_it_lies(*member, sums, kind)) for member in large]
             apart = {id(whole) for whole, _ in large}
             if small := [(w, p) for w, p in own if id(w) not in apart]:
@@ -89,24 +90,36 @@ class Scatter:
 
 
 def ends(groups: Sequence[Sequence[tuple[Tensor, Part]]]) -> list[bool]:
-    """Whether a collective ends with each group's sums: groups share one where no more is held at once than if each had
-    its own, but for a bucket. It follows from the model alone."""
-    sizes = [sum(_held(*member) for member in members) for members in groups]
-    limit = BUCKET + max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
-    found, sent, collected = list[bool](), 0, 0  # bytes of the collective that runs, and of the next one
-    for number, size in enumerate(sizes, 1):
-        collected += size
-        following, later = (*sizes[number : number + 2], 0, 0)[:2]
-        found.append(number == len(sizes) or collected + following + max(sent, later) > limit)
+    """Whether a collective ends with each group's sums: groups share one where no more is held at once than was before,
+    if each had its own, but for a bucket. It follows from the model alone."""
+    sizes = [[sum(bytes_of(*member) for member in members) for bytes_of in (_size, _laid)] for members in groups]
+    alone = [last + size + laid for (last, _), (size, laid) in zip([(0, 0), *sizes], sizes, strict=False)]
+    limits = [BUCKET + most for most in itertools.accumulate(alone, max)]
+    sent, collected, copied = 0, 0, 0  # bytes of the collective that runs, and of the next one
+
+    def fit(number: int, held: int) -> bool:
+        """Whether the sums of a group may be taken beside these bytes."""
+        return number >= len(sizes) or held + sum(sizes[number]) <= limits[number]
+
+    found = list[bool]()
+    for number, (size, laid) in enumerate(sizes, 1):
+        collected, copied = collected + size, copied + laid
+        shares = number < len(sizes) and fit(number, sent + collected + copied)
+        found.append(not (shares and fit(number + 1, collected + sizes[number][0])))
         if found[-1]:
-            sent, collected = collected, 0
+            sent, collected, copied = collected, 0, 0
     return found
 
 
-def _held(whole: Tensor, part: Part) -> int:
-    """Bytes that a collective holds of a sum."""
-    size = whole.numel() * sum_type(whole).itemsize
-    return size if size >= LARGE and part.even else 2 * size  # laid out beside the sum
+def _size(whole: Tensor, part: Part) -> int:
+    """Bytes of a sum."""
+    return whole.numel() * sum_type(whole).itemsize
+
+
+def _laid(whole: Tensor, part: Part) -> int:
+    """Bytes that are laid out beside a sum before the collective begins."""
+    size = _size(whole, part)
+    return 0 if size >= LARGE and part.even else size
 
 
 def _piece(members: list[tuple[Tensor, Part]], by_rank: Tensor) -> Piece:

@@ -102,7 +102,7 @@ def messages(rank: int, world: int) -> None:
 
 def messages_of_parts(rank: int, world: int) -> None:
     """Two agreements, before the sums and before the update; groups whose sums share a collective save one and more
-    (see `scatter.ends`: all but equal groups that are large, with nothing small beside them)."""
+    (see `scatter.ends`: but where blocks above a bucket come before all that is larger or small)."""
     check(rank, world, 1, sharded)
     check(rank, world, 1, sharded, "lora")
     check(rank, world, 1, sharded, **ADAPTIVE)
