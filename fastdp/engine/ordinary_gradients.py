@@ -156,8 +156,12 @@ class UncapturedUses:
 
     def written(self) -> list[str]:
         """Parameters in whose `.grad` numbers stand that no backward has put there since the last forward began."""
-        holders_of = self.tracked.holders_of
-        return [n for n, p in self.tracked.named().items() if self._noted and any(map(self._has_new, holders_of(p)))]
+        if not self._noted:
+            return []
+        holders_of, named = self.tracked.holders_of, self.tracked.named().items()
+        if not self.tracked.is_sharded:
+            return [name for name, p in named if p.grad is not None and self._has_new(p)]
+        return [name for name, p in named if any(map(self._has_new, holders_of(p)))]
 
     def check(self, last_use_of: Mapping[int, str]) -> None:
         """Raises UncapturedUseError where autograd has given a parameter a gradient. last_use_of: for the message."""

@@ -100,31 +100,30 @@ class GroupTable(StepTable):
     def __init__(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> None:
         super().__init__(params, states, offsets)
         self._ids = frozenset(map(id, params))
+        self.own: list[dict[str, Any]] = []  # the states of this step, by parameter
         self._counts: Tensor | None = None
         self._counters: list[Tensor] = []
         self._version = -1  # of the counts, once this table has added to them
 
-    def is_of_one_age(self, kind: str, state: dict[Tensor, Any], sums: dict[int, Tensor]) -> bool:
+    def is_of_one_age(self, kind: str, sums: dict[int, Tensor]) -> bool:
         """Whether all parameters have a sum, and were last updated together, by this table. (If it fits, so do its
         states: they are all there, or none is.)"""
         if not self._ids <= sums.keys():
             return False
         if kind == "sgd":
             return True
-        now = [state[p].get("step") for p in self.params]
-        return (
-            self._counts is not None
-            and self._counts._version == self._version
-            and all(map(operator.is_, now, self._counters))
-        )
+        return self._counts is not None and self._counts._version == self._version and self._counts_own()
 
-    def count(self, state: dict[Tensor, Any]) -> None:
+    def _counts_own(self) -> bool:
+        return all(map(operator.is_, [own.get("step") for own in self.own], self._counters))
+
+    def count(self) -> None:
         """Add a step to each parameter's number of them."""
-        if self._counts is None or not all(map(operator.is_, [state[p]["step"] for p in self.params], self._counters)):
-            self._counts = torch.tensor([float(state[p]["step"]) for p in self.params], dtype=torch.float32)
+        if self._counts is None or not self._counts_own():
+            self._counts = torch.tensor([float(own["step"]) for own in self.own], dtype=torch.float32)
             self._counters = [self._counts[place] for place in range(len(self.params))]
-            for p, counter in zip(self.params, self._counters, strict=True):
-                state[p]["step"] = counter
+            for own, counter in zip(self.own, self._counters, strict=True):
+                own["step"] = counter
         self._counts.add_(1)
         self._version = self._counts._version
 
@@ -143,22 +142,21 @@ def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], 
             return False
         if group.get("capturable") or any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
             return False
-        table = known.pop(number, None)
-        if table is not None and table.fits(group["params"], _states(kind, group, state), table.offsets):
-            known[number] = table
+        table, own = known.pop(number, None), [state.get(p, {}) for p in group["params"]]
+        if table is not None and table.fits(group["params"], _states(kind, group, own), table.offsets):
+            known[number], table.own = table, own
             continue
-        for p in group["params"]:
+        for p, each in zip(group["params"], own, strict=True):
             if p.layout != torch.strided or p.dtype not in DTYPES or not p.is_contiguous():
                 return False
-            if any(isinstance(v, Tensor) and v.dim() and not _alike(v, p) for v in state.get(p, {}).values()):
+            if any(isinstance(v, Tensor) and v.dim() and not _alike(v, p) for v in each.values()):
                 return False
     return kind in ("sgd", "adam")
 
 
-def _states(kind: str, group: dict[str, Any], state: dict[Tensor, Any]) -> list[list[Any]]:
-    """The states of a group's parameters that a launch works on; None for those that are not there."""
+def _states(kind: str, group: dict[str, Any], own: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """What a launch works on of the states of parameters in a group; None for those that are not there."""
     names = ("exp_avg", "exp_avg_sq") if kind == "adam" else ("momentum_buffer",) if group["momentum"] else ()
-    own = [state.get(p, {}) for p in group["params"]]
     return [[each.get(name) for each in own] for name in names]
 
 
@@ -178,19 +176,21 @@ def step(
     draw = Draw(words_of(noise.key), noise.step, release.std, release.scale, True, *earlier)
     for number, group in enumerate(groups):
         table = known.get(number)
-        same = table is not None and table.is_of_one_age(kind, state, release.sums)
+        same = table is not None and table.is_of_one_age(kind, release.sums)
         for params in [group["params"]] if same else _alike_in_device_and_age(kind, group, state, release.sums):
             offsets = [release.offsets[id(p)] for p in params]
-            update = (_adam if kind == "adam" else _sgd)(group, [state[p] for p in params], params)
+            own = table.own if same and table is not None else [state[p] for p in params]
+            update = (_adam if kind == "adam" else _sgd)(group, own, params)
             table = known.get(number)
             if table is None or len(params) != len(table.params) or table.offsets != offsets:
-                table = GroupTable(params, _states(kind, {**group, "params": params}, state), offsets)
+                table = GroupTable(params, _states(kind, group, own), offsets)
                 if len(params) == len(group["params"]):
                     known[number] = table
+            table.own = own
             totals = [release.sums[id(p)] for p in params]
             table.run(totals, draw, update)
             if kind == "adam":
-                table.count(state)
+                table.count()
             for p, total in zip(params, totals, strict=True):
                 p.grad = total if total.dtype == p.dtype else None
 
