@@ -11,6 +11,7 @@ storages that are alive, at its largest; on a device, the allocator's rounding a
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import warnings
@@ -169,6 +170,7 @@ def _tell(sums: Any, meter: Meter) -> None:
 
 def one_step(setting: Setting, private: bool) -> Meter:
     """What the second step of rank 0 holds and sends."""
+    gc.collect()  # what is left of another setting
     with pretending(setting) as mesh:
         model = sharded(setting, mesh)
         trained = [p for p in model.parameters() if p.requires_grad]
