@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,13 +153,22 @@ _PRIMES = (2147483647, 2147483629)
 
 @torch.no_grad()
 def projection_of(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements by fixed weights, and its norm: [2], float64, on its device and without a wait."""
+    """The sum of a tensor's elements by fixed weights, and its squared norm, but for rows that are not finite: [2],
+    float64, on its device and without a wait."""
+    if tensor.numel() == 0:
+        return torch.zeros(2, dtype=torch.float64, device=tensor.device)
     rows = tensor.detach().reshape(-1, tensor.size(-1) if tensor.dim() else 1)
-    across, down = (torch.arange(1.0, size + 1, device=rows.device).mul_(7).cos_() for size in reversed(rows.shape))
-    total = (rows @ across.to(rows.dtype)).double() @ down.double()
-    return torch.stack([total, torch.linalg.vector_norm(rows, dtype=torch.float64)])
+    down, across = (torch.arange(1.0, n + 1, dtype=torch.float64, device=rows.device) for n in rows.shape)
+    down, across = ((n.square() * _GOLDEN % 1 * math.tau).cos() for n in (down, across))  # no two alike
+    sums, norms = (rows @ across.to(rows.dtype)).double(), torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    finite = sums.isfinite() & norms.isfinite()
+    return torch.stack([torch.where(finite, sums * down, 0).sum(), torch.where(finite, norms.square(), 0).sum()])
 
 
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@torch.no_grad()
 def lanes_of(tensor: Tensor) -> Tensor:
     """Four numbers in [0, 1), float64, that tell a tensor's bits and sizes, on its device and without a wait."""
     words = tensor.detach().contiguous().view(-1)

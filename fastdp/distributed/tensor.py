@@ -9,6 +9,7 @@ that forwards use.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class TensorParallel:
         self._leaves: dict[int, tuple[Any, Tensor]] = {}  # by the ids of a DTensor and of its leaf: both
         self._undo: list[Callable[[], None]] = []  # what gives styles their hooks back
         self._lanes: list[Tensor] = []  # of what the forwards were given since the last backward
-        self._arrived: list[Tensor] = []  # of the gradients that came to their outputs since then
+        self._arrived: list[Tensor] = []  # of their outputs to which gradients came since then, and of these
         self._handles: list[Any] = []
         check_plan(model)
         if sharded is not None:
@@ -233,15 +234,14 @@ class TensorParallel:
             with torch._C.DisableTorchFunction():
                 for t in nested_tensors(out):
                     if t.requires_grad and t.is_floating_point() and not hasattr(t, "placements"):
-                        t.register_hook(self._arrives)
+                        t.register_hook(functools.partial(self._arrives, projection_of(t)))
 
-    def _arrives(self, grad: Tensor) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._arrived.append(projection_of(grad))
+    def _arrives(self, value: Tensor, grad: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            self._arrived.append(torch.stack([value, projection_of(grad)]))
 
     def take_arrived(self) -> Tensor | None:
-        """Numbers by which processes compare the gradients that came to their outputs, as labels make them: [2], of
-        which the first tells them apart, as far as the second is large."""
+        """`projection_of` the outputs to which gradients came, and of these gradients: [2, 2]."""
         found, self._arrived = self._arrived, []
         if not found:
             return None

@@ -152,7 +152,8 @@ class UncapturedUses:
         before, version = self._before.get(id(parameter), (None, 0))
         if grad is before and grad._version == version:
             return False
-        return self.tracked.is_sharded or bool((grad._values() if grad.is_sparse else grad).count_nonzero())
+        here: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad  # of a part
+        return bool((here._values() if here.is_sparse else here).count_nonzero())
 
     def written(self) -> list[str]:
         """Parameters in whose `.grad` numbers stand that no backward has put there since the last forward began."""

@@ -6,9 +6,11 @@ and adds it after the sums were added up. So the released weights are those of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import numbers
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..accounting.ledger import Ledger
@@ -64,29 +66,35 @@ def settings_of_step(privacy: Any, first: bool, **settings: object) -> dict[str,
     }  # fmt: skip
 
 
-def rule_of(world: World, kind: type, groups: Sequence[Mapping[str, Any]]) -> str:
-    """An optimizer's class and what its groups say in numbers, but for tensors on a device, which would be waited for.
-    It is what several processes must have alike; "" of one."""
+def rule_of(world: World, kind: type, optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer's class and the options of its groups, which several processes must have alike; "" of one process.
+
+    Tensors on a device are left out, as they would be waited for, and so is what others than the optimizer's class keep
+    in its groups (a scheduler's first rate, notes of a loop).
+    """
     if world.size == 1:
         return ""
     told = []
-    for group in groups:
-        options = {name: _number(value) for name, value in group.items() if name != "params"}
-        told.append(", ".join(f"{name}={value}" for name, value in options.items() if value is not None))
-    text = "; ".join(dict.fromkeys(told))
-    return f"{kind.__name__} with {text[:_SHOWN]}" + (f" {mark(told)}" if len(told) > 1 or len(text) > _SHOWN else "")
+    for group in optimizer.param_groups:
+        options = {name: _plain(group.get(name)) for name in sorted({*optimizer.defaults, "lr"})}
+        shown = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        told.append(f"{shown}, for {len(group['params'])} parameters")
+    text = "; ".join(told)
+    return f"{kind.__name__}: {text}" if len(text) < _SHOWN else f"{kind.__name__}: {text[:_SHOWN]}... ({mark(told)})"
 
 
 _SHOWN = 600  # letters
 
 
-def _number(value: Any) -> Any:
-    """A number, or several; None for all else."""
+def _plain(value: Any) -> Any:
+    """A number, a word or several numbers; None for all else."""
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+        return _plain(value.item()) if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, tuple | list):
-        return [_number(each) for each in value]
-    return value if isinstance(value, bool) else float(value) if isinstance(value, int | float) else None
+        return [_plain(each) for each in value if not isinstance(each, tuple | list)]
+    if isinstance(value, numbers.Real):
+        return value if isinstance(value, int) and abs(value) > 2**53 else float(value)
+    return value if isinstance(value, str) else None
 
 
 def weights_mark(privacy: object, model: nn.Module) -> str:

@@ -84,7 +84,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if not self._stepped:
                     return loss
                 check_parameters(self._params(), privacy.engine)
-                privacy.replica.rule = distributed_step.rule_of(privacy.world, base, self.param_groups)
+                privacy.replica.rule = distributed_step.rule_of(privacy.world, base, self)
                 release = checked(source.release(), privacy)
             try:
                 if kind is not None and updated(kind, self, release):

@@ -29,7 +29,7 @@ from .clipped_sums import GroupParameters, ShardedSums, Share, Sums, with_wholes
 from .fused_update import Release
 
 _ALIKE = 1e-8  # of squared relative differences of norms, which are float64
-_LOSSES = 1e-4  # of squared differences of outputs' gradients, beside their squares
+_LOSSES = 1e-7  # of squared differences of outputs, and of their gradients, beside their squares
 _ROUNDING = 1e-6  # of those of sums, which are float32
 _APART = (
     "the processes that share the model's layers (tensor parallelism) {what}. Every one of them must have the same "
@@ -54,17 +54,19 @@ class TensorSums(Sums):
         own, same = found[: len(members)], found[len(members) :]
         given, arrived = self._split.take_lanes(), self._split.take_arrived()
         lanes = same.new_zeros(4) if given is None else given.to(same)
-        told, norm = (same.new_zeros(2) if arrived is None else arrived.to(same)).unbind()
-        labels = torch.stack([told, told.square(), norm.square()])
-        message = torch.cat([own.flatten(), same.flatten(), same.square().flatten(), lanes, lanes.square(), labels])
+        told, sizes = (same.new_zeros(2, 2) if arrived is None else arrived.to(same)).unbind(1)
+        beside = torch.cat([lanes, lanes.square(), told, told.square(), sizes])
+        message = torch.cat([own.flatten(), same.flatten(), same.square().flatten(), beside])
         with self._world.exchanging():
             dist.all_reduce(message, group=self._split.group)
         n, count = self._split.size, own.numel()
         total, once, squares = message[: 3 * count].view(3, *own.shape)
-        (lanes, of_lanes), (told, of_told, norms) = message[3 * count : -3].view(2, 4), message[-3:]
+        (lanes, of_lanes), (told, of_told, sizes) = message[3 * count : -6].view(2, 4), message[-6:].view(3, 2)
+        outputs, grads = (n * of_told - told.square() > _LOSSES * n * sizes).unbind()
         gradients.doubts += [
             _apart("were given different batches", lanes, of_lanes, n),
-            _apart("have other losses of the same batch (other labels)", told, of_told, n, _LOSSES * n * norms),
+            # outputs that differ are parts of one
+            _doubt("have other losses of the same batch (other labels)", grads & ~outputs),
             _apart("found different norms of the parameters that are whole on each", once, squares, n),
         ]
         return list(total + once / n)
@@ -119,11 +121,12 @@ class TensorSums(Sums):
         return with_wholes(self._split, style)
 
 
-def _apart(what: str, total: Tensor, squares: Tensor, count: int, limit: Tensor | None = None) -> DeferredCheck:
-    """Whether numbers of which these are the sum, and the sum of squares, are not the same on so many processes, but
-    for a small part of themselves, or as far as a limit."""
-    limit = _ALIKE * total.square() if limit is None else limit
-    differ = (count * squares - total.square() > limit).any()
+def _apart(what: str, total: Tensor, squares: Tensor, count: int) -> DeferredCheck:
+    """Whether numbers of which these are the sum, and the sum of squares, are not the same on so many processes."""
+    return _doubt(what, ((count * squares - total.square()) > _ALIKE * total.square()).any())
+
+
+def _doubt(what: str, differ: Tensor) -> DeferredCheck:
     return DeferredCheck(differ, "", _APART.format(what=what), StepError)
 
 

@@ -122,6 +122,12 @@ def written_grads(rank: int, world: int) -> None:
     for step in range(2):
         loss_of(model, batch(rank + 2 * step, 3)).backward()
         optimizer.step()  # leaves the private gradient there
+    loss = loss_of(model, batch(rank, 3))
+    for _ in range(2):  # zeros do no harm
+        model.zero_grad(set_to_none=False)
+        if not optimizer._privacy.busy:
+            loss.backward()
+    optimizer.step()
     loss_of(model, batch(rank, 3)).backward()
     model.norm.weight.square().sum().backward()
     with pytest.raises(StepError, match="norm.weight.* was written to"):
