@@ -131,11 +131,8 @@ def open_ledger(ledger: Ledger, path: str | os.PathLike[str] | None, world: Worl
 
 
 def share_ledger(ledger: Ledger, world: World) -> None:
-    """What the file of the first process holds is counted by all, which have agreed that there is one.
-
-    All go by the first one's name: a checkpoint is written by any of them, and its steps are those of the file.
-    """
-    ledger.name = world.from_first(ledger.name.encode()).decode()
+    """What the file of the first process holds is counted by all, which have agreed that there is one, and go by its
+    name."""
     blocks = [(name, block.plain) for name, block in ledger.blocks]
     said = json.dumps([[tuple(run) for run in ledger.written], blocks, ledger.draws.state()]).encode()
     length = int.from_bytes(world.from_first(len(said).to_bytes(8, "little")), "little")

@@ -51,6 +51,8 @@ def agree_on_setup(
     world.agree(said)
     replica.check_copies()
     noise.restore(world.from_first(noise.key), noise.step)
+    # a checkpoint is written by any of them: its steps are those that all have made
+    ledger.name = world.from_first(ledger.name.encode()).decode()
     if path is not None:
         share_ledger(ledger, world)
 

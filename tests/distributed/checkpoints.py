@@ -58,6 +58,11 @@ def saved(rank: int, world: int) -> list[Any]:
     save(model, optimizer, os.environ[FOLDER])
     train(model, optimizer, rank, world, 3, 5)
     found = [weights(model), optimizer.history, optimizer.noise_state()["key"]]
+    load(
+        model, optimizer, os.environ[FOLDER]
+    )  # back, by the same optimizer: all ranks know that it has made these steps
+    assert optimizer._privacy.ledger.spent == [(1e-9, 0.1, 5)]
+    train(model, optimizer, rank, world, 3, 4)
     optimizer.detach()
     return found
 
