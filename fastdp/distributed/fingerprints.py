@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ParameterError
+from ..ops.common import sum_type
 from ..utils.random_generators import RandomNumbers, seed_generators
 
 LOOKS = 5  # records that are compared
@@ -160,9 +161,11 @@ def projection_of(tensor: Tensor) -> Tensor:
     rows = tensor.detach().reshape(-1, tensor.size(-1) if tensor.dim() else 1)
     down, across = (torch.arange(1.0, n + 1, dtype=torch.float64, device=rows.device) for n in rows.shape)
     down, across = ((n.square() * _GOLDEN % 1 * math.tau).cos() for n in (down, across))  # no two alike
-    sums, norms = (rows @ across.to(rows.dtype)).double(), torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    sums, norms = (rows @ across.to(rows.dtype)).double(), torch.linalg.vector_norm(rows, dim=1, dtype=sum_type(rows))
     finite = sums.isfinite() & norms.isfinite()
-    return torch.stack([torch.where(finite, sums * down, 0).sum(), torch.where(finite, norms.square(), 0).sum()])
+    return torch.stack(
+        [torch.where(finite, sums * down, 0).sum(), torch.where(finite, norms.double().square(), 0).sum()]
+    )
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2

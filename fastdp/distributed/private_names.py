@@ -59,11 +59,17 @@ def collectives_so_far(group: Any) -> int | None:
     """How many collectives this process has begun in a process group, by all of its backends, and messages to one
     process; None if this torch, or backend, does not say."""
     try:
-        backends = [group._get_backend(device) for device in group._device_types]
-        counts = {id(backend): int(backend._get_sequence_number_for_group()) for backend in backends}
+        counts = {id(each): int(each._get_sequence_number_for_group()) for each in _backends(group)}
     except (AttributeError, RuntimeError):
         return None
     return sum(counts.values()) + _SENT[group.group_name]
+
+
+def _backends(group: Any) -> list[Any]:
+    try:
+        return [group._get_backend(device) for device in group._device_types]
+    except (AttributeError, RuntimeError):  # one has not begun: the default one's count
+        return [group]
 
 
 def groups_here(*known: Any) -> dict[str, Any]:
