@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -113,7 +114,7 @@ def main(module: str, rank: int, world: int, port: int, folder: Path, names: lis
     for name in names or list(cases):
         try:
             found[name] = cases[name](rank, world)
-        except Exception:  # noqa: BLE001 - shown by the test
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - shown by the test; pytest.raises fails by the latter
             found[name] = traceback.format_exc()
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
         dist.barrier()
