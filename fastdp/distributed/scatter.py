@@ -4,7 +4,7 @@ A group's sums make one collective, as they do in fully_shard, or share one with
 that is cut as it lies is read where it lies: nothing is copied. Small ones, and those of parameters whose size the
 number of processes does not divide, are laid into one buffer for each collective, and freed. The collective runs while
 the next sums are taken; no more is held at once than two neighbouring groups' sums, of those so far that have the
-most, and a bucket (what backward has kept is dropped group by group, so that later is cheaper).
+most, and some buckets (what backward has kept is dropped group by group, so that later is cheaper).
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class Scatter:
 
 
 def ends(groups: Sequence[Sequence[tuple[Tensor, Part]]]) -> list[bool]:
-    """Whether a collective ends with each group's sums: groups share one where no more is held at once than was before,
-    if each had its own, but for a bucket. It follows from the model alone."""
+    """Whether a collective ends with each group's sums: small groups (LoRA) share one until they fill a bucket, others
+    where no more is held at once than was before, if each had its own, but for a bucket. It follows from the model
+    alone."""
     sizes = [[sum(bytes_of(*member) for member in members) for bytes_of in (_size, _laid)] for members in groups]
     alone = [last + size + laid for (last, _), (size, laid) in zip([(0, 0), *sizes], sizes, strict=False)]
     limits = [BUCKET + most for most in itertools.accumulate(alone, max)]
@@ -102,13 +103,13 @@ def ends(groups: Sequence[Sequence[tuple[Tensor, Part]]]) -> list[bool]:
         return number >= len(sizes) or held + sum(sizes[number]) <= limits[number]
 
     found = list[bool]()
-    for number, (size, laid) in enumerate(sizes, 1):
-        collected, copied = collected + size, copied + laid
-        shares = number < len(sizes) and fit(number, sent + collected + copied)
-        found.append(not (shares and fit(number + 1, collected + sizes[number][0])))
+    for number, (size, laid) in enumerate(sizes[:-1], 1):
+        collected, copied, next_ = collected + size, copied + laid, sizes[number][0]
+        small = max(collected, next_) < BUCKET
+        found.append(not (small or fit(number, sent + collected + copied) and fit(number + 1, collected + next_)))
         if found[-1]:
             sent, collected, copied = collected, 0, 0
-    return found
+    return [*found, True]
 
 
 def _size(whole: Tensor, part: Part) -> int:

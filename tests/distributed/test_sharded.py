@@ -88,6 +88,7 @@ def test_groups_share_collectives_within_the_memory_of_two_and_a_bucket():
         "blocks and a norm": [70] * 12 + [0.004],
         "equal blocks": [70] * 12,
         "small groups": [0.5] * 24,
+        "adapters": [9.9] * 80,
     }
     some = itertools.product([0.3, 2, 30, 100, 400], repeat=4)
     for name, sizes in [*models.items(), *(("", each) for each in some)]:
@@ -96,8 +97,10 @@ def test_groups_share_collectives_within_the_memory_of_two_and_a_bucket():
         saved[name] = last.count(False)
         assert last[-1]
         for held, alone in zip(most_held(sizes, last), most_held(sizes, [True] * len(sizes)), strict=True):
-            assert held <= alone + BUCKET
+            # of small groups up to two buckets run and wait
+            assert held <= alone + (BUCKET if min(sizes) >= BUCKET else 3 * BUCKET), sizes
     assert saved["equal blocks"] == 0
+    assert saved["adapters"] == 80 - 27
     assert saved["small groups"] == 23
     assert min(saved["a head and blocks"], saved["blocks and a norm"]) >= 1
 
