@@ -3,6 +3,7 @@
 // allocate scratch, or take structures, have a wrapper.
 #include "bind.h"
 #include "fastdp.h"
+#include "python/arrivals.h"
 #include "python/known_calls.h"
 #include "python/module_calls.h"
 #include "python/modules.h"
@@ -157,6 +158,7 @@ PYBIND11_MODULE(_C, module) {
     bind<fastdp_routed_scratch>(module, "routed_scratch", "bytes of scratch a thread");
     bind<fastdp_routed_jobs>(module, "routed_jobs", "fills `first`; returns how many times 4 doubles `parts` holds");
     bind<fastdp_routed_norm>(module, "routed_norm", "squared norms of segments; returns how many were in doubt");
+    bind_arrivals(module);
     bind_known_calls(module);
     bind_module_calls(module);
     bind_modules(module);

@@ -14,16 +14,27 @@
 
 namespace {
 
-// `layout.tag` and what `aliasing` notes of a result without notes that matter. (The call was made: nothing is MISSED from here.)
-void tag(PyObject *tensor, PyObject *layout, PyObject *moment) {
+// Whether what is noted of a base says nothing else of a view than its own notes (`Signature::layout_of`).
+bool is_ordinary_base(PyObject *notes) {
+    PyObject *layout = entry(notes, names->LAYOUT);
+    if (layout != nullptr && (!is_layout(layout) || !is_empty(field(layout, names->mixed)))) return false;
+    return entry(notes, names->RELAID) == nullptr && entry(notes, names->GATHERED) == nullptr;
+}
+
+// `layout.tag` and what `aliasing` notes of a result without notes that matter. (The call was made: nothing is MISSED
+// from here.) described, place: see `SeenTensor`.
+void tag(PyObject *tensor, PyObject *layout, PyObject *moment, SeenTensors &seen, PyObject *described,
+         Py_ssize_t place) {
     const Ref held_notes = notes_of(tensor);
     PyObject *notes = held_notes.get();
-    const bool view = asks(tensor, names->is_view);
+    const bool view = asks(tensor, names->is_view), unnoted = PyDict_GET_SIZE(notes) == 0;
     const Ref storage = storage_of(tensor);
-    bool ordinary = storage && entry(notes, names->INPUT) == nullptr && entry(notes, names->PRESUMED) == nullptr;
-    Ref held;
+    const bool given =
+        !unnoted && (entry(notes, names->INPUT) != nullptr || entry(notes, names->PRESUMED) != nullptr);
+    bool ordinary = storage && !given;
+    Ref held, storage_notes;
     if (ordinary) {
-        const Ref storage_notes = notes_of(storage.get());
+        storage_notes = notes_of(storage.get());
         held = Ref::of(entry(storage_notes.get(), names->HELD));
         if (!held || held.get() == Py_None) {
             held = checked(PyList_New(2));
@@ -52,14 +63,22 @@ void tag(PyObject *tensor, PyObject *layout, PyObject *moment) {
     put(notes, names->MOMENT, moment);
     if (view) put(notes, names->TAGGED_AT, attribute(tensor, names->version).get());
     const Ref token = attribute(moment, names->token);
-    if (token.get() != Py_None || entry(notes, names->TOKEN) != nullptr) put(notes, names->TOKEN, token.get());
+    if (token.get() != Py_None || (!unnoted && entry(notes, names->TOKEN) != nullptr)) {
+        put(notes, names->TOKEN, token.get());
+    }
     put(notes, names->HELD, held.get());
+    if (!unnoted || !is_empty(field(layout, names->mixed))) return;
+    const Ref base = view ? attribute(tensor, names->base) : Ref(), base_notes = view ? notes_of(base.get()) : Ref();
+    if (view && !is_ordinary_base(base_notes.get())) return;
+    SeenTensor *known = seen.add(tensor, notes, base_notes.get(), storage_notes.get(), layout, moment);
+    if (known != nullptr) known->described = Ref::of(described), known->place = place;
 }
 
 // A result of a known call: data with this layout, or (None) a constant.
-void note_result(PyObject *tensor, PyObject *layout, PyObject *moment) {
+void note_result(PyObject *tensor, PyObject *layout, PyObject *moment, SeenTensors &seen, PyObject *described,
+                 Py_ssize_t place) {
     if (layout != Py_None) {
-        tag(tensor, layout, moment);
+        tag(tensor, layout, moment, seen, described, place);
     } else if (is(tensor, names->requires_grad) && !is(tensor, names->is_leaf)) {
         put(notes_of(tensor).get(), names->UNTRACKED, Py_True);
     }
@@ -102,12 +121,13 @@ class KnownCalls {
                 return combined(forward_pass, function, code, args, kwargs);
             }
             if ((code & RESHAPING) && is_made_constant(args)) return reshaped(function, args, kwargs);
-            const Ref layouts = known_layouts(function, code, args, kwargs);
-            if (!layouts) throw Missed{};
+            const Ref known = looked_up(known_.ptr(), described(function, code, args, kwargs, false));
+            if (!known) throw Missed{};
             Ref out = checked(PyObject_Call(function, args, kwargs));
-            note(out.get(), layouts.get());
+            note(out.get(), PyTuple_GET_ITEM(known.get(), 0), PyTuple_GET_ITEM(known.get(), 1));
             return out.release();
         } catch (const Missed &) {
+            seen_.forget();
             return Py_NewRef(names->missed);
         } catch (const Raised &) {
             return nullptr;
@@ -116,6 +136,9 @@ class KnownCalls {
             return nullptr;
         }
     }
+
+    // The forward has ended.
+    void clear() { seen_.clear(); }
 
     // The call's signature, as `layout_cache.Memo.signature` gives it; None where it has none, MISSED where that is
     // left to Python. For tests.
@@ -142,7 +165,7 @@ class KnownCalls {
             PyObject *tensor = PyTuple_GET_ITEM(args, 0);
             if (is_tensor(tensor) && entry(notes_of(tensor).get(), names->LAYOUT) != nullptr) {
                 PyObject *dim = PyTuple_GET_SIZE(args) > 1 ? PyTuple_GET_ITEM(args, 1) : nullptr;
-                if (dim == nullptr && kwargs != nullptr && PyDict_Check(kwargs)) dim = PyDict_GetItemString(kwargs, "dim");
+                if (dim == nullptr && PyDict_Check(kwargs)) dim = PyDict_GetItemString(kwargs, "dim");
                 if (!is_known_answer(tensor, out.get(), dim == nullptr ? Py_None : dim)) {
                     checked(PyObject_CallFunctionObjArgs(asked_.ptr(), tensor, out.get(), batch_object_.ptr(), dim, nullptr));
                 }
@@ -158,24 +181,21 @@ class KnownCalls {
         Ref frame((PyObject *)PyThreadState_GetFrame(PyThreadState_Get()));
         if (!frame) return false;
         const Ref layout = checked(PyLong_FromVoidPtr(entry(notes.get(), names->LAYOUT)));
-        const Ref key = checked(PyTuple_Pack(6, code_of(frame).get(), attribute(frame.get(), names->f_lasti).get(),
+        const Ref key = checked(PyTuple_Pack(6, id_of_code(frame).get(), attribute(frame.get(), names->f_lasti).get(),
                                              layout.get(), attribute(tensor, names->shape).get(), found, dim));
         PyObject *before = entry(asked_before_.ptr(), key.get());
         if (before == nullptr) return false;
         if (PyTuple_GET_ITEM(before, 1) == Py_False) return true;
         for (; frame; frame = Ref((PyObject *)PyFrame_GetBack((PyFrameObject *)frame.get()))) {
-            const Ref code = code_of(frame);
-            if (!is_in(codes_.ptr(), code.get())) return is_in(librarys_.ptr(), code.get());
+            const Ref code = id_of_code(frame);
+            if (entry(codes_.ptr(), code.get()) == nullptr) return entry(librarys_.ptr(), code.get()) != nullptr;
         }
         return true;
     }
 
-    static Ref code_of(const Ref &frame) { return Ref((PyObject *)PyFrame_GetCode((PyFrameObject *)frame.get())); }
-
-    static bool is_in(PyObject *set, PyObject *value) {
-        const int found = PySet_Contains(set, value);
-        if (found < 0) throw Raised{};
-        return found != 0;
+    static Ref id_of_code(const Ref &frame) {
+        const Ref code((PyObject *)PyFrame_GetCode((PyFrameObject *)frame.get()));
+        return checked(PyLong_FromVoidPtr(code.get()));
     }
 
     // Whether the one tensor of a call is a constant that was made in sight.
@@ -206,6 +226,7 @@ class KnownCalls {
     }
 
     bool is_tracked(PyObject *value) {
+        if (!is_tensor(value)) return false;
         const Ref id = checked(PyLong_FromVoidPtr(value));
         return entry(tracked_.ptr(), id.get()) != nullptr;
     }
@@ -244,7 +265,8 @@ class KnownCalls {
                       : checked(PyObject_CallFunctionObjArgs(names->repeat, capture.get(), forward_pass, args, kwargs,
                                                              nullptr));
         const Ref layout = attribute(PyTuple_GET_ITEM(capture.get(), 0), names->layout_of_data);
-        tag(out.get(), layout.get(), attribute(names->moments, names->current).get());
+        PyObject *described = PyTuple_GET_ITEM(capture.get(), 6);
+        tag(out.get(), layout.get(), attribute(names->moments, names->current).get(), seen_, described, 0);
         return out.release();
     }
 
@@ -253,7 +275,11 @@ class KnownCalls {
         return is(forward_pass, names->by_nodes) && number(attribute(names->forward_ad, names->current_level).get()) < 0;
     }
 
-    static bool is_telling(PyObject *function) { return is_in(names->telling, function); }
+    static bool is_telling(PyObject *function) {
+        const int found = PySet_Contains(names->telling, function);
+        if (found < 0) throw Raised{};
+        return found != 0;
+    }
 
     Ref described(PyObject *function, std::int64_t code, PyObject *args, PyObject *kwargs, bool combined) {
         const std::int64_t kind = code & KIND;
@@ -265,7 +291,7 @@ class KnownCalls {
                 if (is_tracked(PyTuple_GET_ITEM(args, i))) throw Missed{};  // a parameter: captured
             }
         }
-        Signature found(batch_, tracked_.ptr(), code, combined);
+        Signature found(batch_, tracked_.ptr(), seen_, code, combined);
         found.add(function);
         found.add(batch_object_.ptr());
         found.add(checked(PyObject_CallNoArgs(names->grad_enabled)));
@@ -282,10 +308,6 @@ class KnownCalls {
         return found.tuple();
     }
 
-    Ref known_layouts(PyObject *function, std::int64_t code, PyObject *args, PyObject *kwargs) {
-        return looked_up(known_.ptr(), described(function, code, args, kwargs, false));
-    }
-
     static Ref looked_up(PyObject *answers, const Ref &signature) {
         PyObject *found = PyDict_GetItemWithError(answers, signature.get());
         if (found == nullptr && PyErr_Occurred()) {
@@ -295,11 +317,12 @@ class KnownCalls {
         return Ref::of(found);
     }
 
-    static void note(PyObject *out, PyObject *layouts) {
+    // layouts: of the results; described: of them, in the forwards before (`SeenTensor`).
+    void note(PyObject *out, PyObject *layouts, PyObject *described) {
         const Ref moment = attribute(names->moments, names->current);
         if (is_tensor(out)) {
             if (PyTuple_GET_SIZE(layouts) != 1) throw py::value_error("a known call gave another number of tensors");
-            note_result(out, PyTuple_GET_ITEM(layouts, 0), moment.get());
+            note_result(out, PyTuple_GET_ITEM(layouts, 0), moment.get(), seen_, described, 0);
             return;
         }
         std::vector<PyObject *> tensors;
@@ -308,7 +331,8 @@ class KnownCalls {
             throw py::value_error("a known call gave another number of tensors");
         }
         for (std::size_t i = 0; i < tensors.size(); ++i) {
-            note_result(tensors[i], PyTuple_GET_ITEM(layouts, (Py_ssize_t)i), moment.get());
+            PyObject *layout = PyTuple_GET_ITEM(layouts, (Py_ssize_t)i);
+            note_result(tensors[i], layout, moment.get(), seen_, described, 2 * (Py_ssize_t)i);
         }
     }
 
@@ -316,7 +340,8 @@ class KnownCalls {
     py::object batch_object_;
     py::list stack_;
     py::object asked_;
-    py::set codes_, librarys_;
+    py::dict codes_, librarys_;
+    SeenTensors seen_;
     const std::int64_t batch_;
 };
 
@@ -355,6 +380,7 @@ PyMethodDef function_of_mode = {"__torch_function__", (PyCFunction)(void (*)())t
 // Let these calls be made where the mode sees them.
 void serve(const py::object &self, const py::object &mode) {
     PyObject *capsule = PyCapsule_New(self.cast<KnownCalls *>(), nullptr, [](PyObject *gone) {
+        static_cast<KnownCalls *>(PyCapsule_GetPointer(gone, nullptr))->clear();
         Py_DECREF((PyObject *)PyCapsule_GetContext(gone));
     });
     if (capsule == nullptr) throw py::error_already_set();

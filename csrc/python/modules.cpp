@@ -1,6 +1,6 @@
 // What a step asks of all modules and parameters of a model: fastdp/engine/tracked_parameters.py, which says the same in Python.
 #include "modules.h"
-#include "ref.h"
+#include "dlpack.h"
 
 #include <unordered_set>
 #include <vector>
@@ -17,10 +17,11 @@ std::vector<Ref> all_modules(PyObject *model) {
     std::unordered_set<PyObject *> met{model};
     found.push_back(Ref::of(model));
     for (std::size_t next = 0; next < found.size(); ++next) {
-        const Ref modules = attribute(found[next].get(), MODULES);
+        const Ref held = notes_of(found[next].get());
+        PyObject *modules = entry(held.get(), MODULES);
         Py_ssize_t place = 0;
         PyObject *name, *module;
-        while (PyDict_Check(modules.get()) && PyDict_Next(modules.get(), &place, &name, &module)) {
+        while (modules != nullptr && PyDict_Check(modules) && PyDict_Next(modules, &place, &name, &module)) {
             if (module != Py_None && met.insert(module).second) found.push_back(Ref::of(module));
         }
     }
@@ -45,16 +46,26 @@ py::object unknown_parameter(const py::object &model, const py::set &known) {
             PyObject *name, *parameter;
             while (PyDict_Next(parameters.get(), &place, &name, &parameter)) {
                 const Ref held = Ref::of(parameter), called = Ref::of(name);
-                if (parameter == Py_None || !is(parameter, REQUIRES_GRAD)) continue;
+                if (parameter == Py_None) continue;
                 const Ref id = checked(PyLong_FromVoidPtr(module.get()));
                 const Ref key = checked(PyTuple_Pack(2, id.get(), name));
                 const int there = PySet_Contains(known.ptr(), key.get());
                 if (there < 0) throw Raised{};
-                if (!there) return py::make_tuple(py::handle(module.get()), py::handle(name));
+                if (!there && is(parameter, REQUIRES_GRAD)) {
+                    return py::make_tuple(py::handle(module.get()), py::handle(name));
+                }
             }
         }
         return py::none();
     });
+}
+
+std::int64_t count_of(PyObject *tensor) {
+    dlpack::Tensor found;
+    if (!dlpack::describe(tensor, found)) return number(called(tensor, NUMEL).get());
+    std::int64_t count = 1;
+    for (std::int32_t i = 0; i < found.dims; ++i) count *= found.shape[i];
+    return count;
 }
 
 // Ids of all parameters and buffers.
@@ -85,15 +96,14 @@ py::object same_parameters(const py::list &slots, const py::list &parameters, co
         if (PyList_GET_SIZE(parameters.ptr()) != size) return py::bool_(false);
         for (Py_ssize_t i = 0; i < size; ++i) {
             PyObject *slot = PyList_GET_ITEM(slots.ptr(), i);
-            const Ref held = attribute(PyTuple_GET_ITEM(slot, 0), PARAMETERS);
-            PyObject *now = entry(held.get(), PyTuple_GET_ITEM(slot, 1));
+            PyObject *held = entry(notes_of(PyTuple_GET_ITEM(slot, 0)).get(), PARAMETERS);
+            PyObject *now = held == nullptr ? nullptr : entry(held, PyTuple_GET_ITEM(slot, 1));
             PyObject *then = PyList_GET_ITEM(parameters.ptr(), i);
             if ((now == nullptr ? Py_None : now) != then) return py::bool_(false);
             if (then == Py_None) continue;
             if (Py_TYPE(then) != (PyTypeObject *)plain.ptr()) return py::bool_(false);
             if (is(then, REQUIRES_GRAD) != (PyList_GET_ITEM(trained.ptr(), i) == Py_True)) return py::bool_(false);
-            const Ref count = called(then, NUMEL);
-            if (number(count.get()) != number(PyList_GET_ITEM(counts.ptr(), i))) return py::bool_(false);
+            if (count_of(then) != number(PyList_GET_ITEM(counts.ptr(), i))) return py::bool_(false);
         }
         return py::bool_(true);
     });

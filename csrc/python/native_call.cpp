@@ -1,4 +1,5 @@
 #include "native_call.h"
+#include "arrivals.h"
 
 namespace {
 
@@ -73,7 +74,7 @@ void wait_for(PyObject *context, PyObject *notes, PyObject *out, PyObject *x) {
     put(notes, names->saved_version, x == nullptr ? names->zero : attribute(x, names->version).get());
     const Ref whole = asks(out, names->is_view) ? attribute(out, names->base) : Ref::of(out);
     const Ref node = attribute(whole.get(), names->grad_fn);
-    checked(PyObject_CallMethodOneArg(node.get(), names->register_prehook, context));
+    checked(PyObject_CallMethodOneArg(node.get(), names->register_prehook, arrival_hook(context).get()));
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ void set_vocabulary(const py::dict &vocabulary, const py::dict &places) {
     found->autocast = given(v, "autocast"), found->saving_hooks = given(v, "saving_hooks");
     found->modes = given(v, "modes"), found->disabled = given(v, "disabled");
     found->repeat = given(v, "repeat"), found->native = given(v, "Native");
-    found->forward_ad = given(v, "forward_ad");
+    found->forward_ad = given(v, "forward_ad"), found->forms = given(v, "forms"), found->form_of = given(v, "form_of");
     found->LAYOUT = given(v, "LAYOUT"), found->MOMENT = given(v, "MOMENT"), found->TAGGED_AT = given(v, "TAGGED_AT");
     found->RELAID = given(v, "RELAID"), found->INPUT = given(v, "INPUT"), found->PRESUMED = given(v, "PRESUMED");
     found->TOKEN = given(v, "TOKEN"), found->HELD = given(v, "HELD"), found->MADE = given(v, "MADE");

@@ -69,6 +69,12 @@ inline std::int64_t number(PyObject *object) {
     return found;
 }
 
+inline bool equal(PyObject *found, PyObject *known) {
+    const int same = PyObject_RichCompareBool(found, known, Py_EQ);
+    if (same < 0) throw Raised{};
+    return same != 0;
+}
+
 // Around what calls itself for what lies in a list: one that holds itself raises RecursionError, as in Python.
 class Nest {
   public:

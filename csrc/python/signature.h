@@ -1,7 +1,8 @@
 // What a call is known by: fastdp/engine/call_cache.py, which says the same in Python.
 #pragma once
 
-#include "python_names.h"
+#include "dlpack.h"
+#include "seen_tensors.h"
 
 #include <vector>
 
@@ -9,8 +10,9 @@
 class Signature {
   public:
     // combined: of a call of data and parameters, of which more is told.
-    Signature(std::int64_t batch, PyObject *tracked, std::int64_t kind, bool combined)
-        : batch_(batch), tracked_(tracked), checked_((kind & KIND) == CHECKED && !combined),
+    Signature(std::int64_t batch, PyObject *tracked, SeenTensors &seen, std::int64_t kind, bool combined)
+        : batch_(batch), tracked_(tracked), seen_(seen), moment_(attribute(names->moments, names->current)),
+          checked_((kind & KIND) == CHECKED && !combined),
           elementwise_((kind & KIND) == ELEMENTWISE), view_(kind & INDEXING),
           gathering_(kind & GATHERING), followed_((kind & FOLLOWED) || combined), combined_(combined) {
         parts_.reserve(32);
@@ -87,9 +89,10 @@ class Signature {
     void describe_tensor(PyObject *value) {
         PyTypeObject *type = Py_TYPE(value);
         if (type != (PyTypeObject *)names->tensor && type != (PyTypeObject *)names->parameter) throw Missed{};
+        const Ref needs_grad = attribute(value, names->requires_grad);
+        if (SeenTensor *seen = seen_.find(value, moment_.get())) return describe_data(value, *seen, needs_grad);
         const Ref held_notes = notes_of(value);
         PyObject *notes = held_notes.get();
-        const Ref needs_grad = attribute(value, names->requires_grad);
         if (is(value, names->is_nested)) throw Missed{};
         if (needs_grad.get() == Py_True) {
             Ref id = checked(PyLong_FromVoidPtr(value));
@@ -101,29 +104,43 @@ class Signature {
                 return;
             }
         }
-        if (gathering_ && entry(notes, names->GATHERED) != nullptr) throw Missed{};
-        if (followed_ && entry(notes, names->PARTS) != nullptr) throw Missed{};
+        const bool in_parts = entry(notes, names->PARTS) != nullptr;
+        if (followed_ && in_parts) throw Missed{};
         const bool view = asks(value, names->is_view);
         const Ref base = view ? attribute(value, names->base) : Ref();
         const Ref base_notes = view ? notes_of(base.get()) : Ref();
-        if (gathering_ && view && entry(base_notes.get(), names->GATHERED) != nullptr) throw Missed{};
+        const bool gathered = entry(notes, names->GATHERED) != nullptr ||
+                              (view && entry(base_notes.get(), names->GATHERED) != nullptr);
+        if (gathering_ && gathered) throw Missed{};
         PyObject *layout = layout_of(notes, base_notes.get());
-        check_memory(value, notes, base_notes.get(), layout);
-        if (combined_ && layout == nullptr) {
+        if (layout != nullptr) {
+            const Ref storage_notes = memory_of_data(value, notes, base_notes.get());
+            SeenTensor once, *seen = nullptr;
+            if (!in_parts && !gathered) {
+                seen = seen_.add(value, notes, base_notes.get(), storage_notes.get(), layout, moment_.get());
+            }
+            once.layout = layout;
+            return describe_data(value, seen == nullptr ? once : *seen, needs_grad);
+        }
+        if (!is_nobodys(value)) throw Missed{};
+        if (combined_) {
             if (type != (PyTypeObject *)names->parameter || needs_grad.get() == Py_True) throw Missed{};
             describe_parameter(value, notes, checked(PyLong_FromVoidPtr(value)));  // frozen
             return;
         }
-        Ref shape = attribute(value, names->shape);
-        if (layout == nullptr) {
-            describe_constant(value, notes, needs_grad.get() == Py_True, shape.get());
-        } else {
-            describe_data(value, layout, PyTuple_GET_SIZE(shape.get()));
-        }
-        add(std::move(shape));
-        add(attribute(value, names->dtype));
-        add(needs_grad.get());
-        add(layout == nullptr ? Py_None : layout);
+        const Ref shape = attribute(value, names->shape);
+        describe_constant(value, notes, needs_grad.get() == Py_True, shape.get());
+        const Ref dtype = attribute(value, names->dtype);
+        add(form_of({shape.get(), dtype.get(), needs_grad.get(), Py_None}));
+    }
+
+    // `known_calls.form_of`
+    static Ref form_of(std::initializer_list<PyObject *> parts) {
+        const Ref key = checked(PyTuple_New((Py_ssize_t)parts.size()));
+        Py_ssize_t place = 0;
+        for (PyObject *part : parts) PyTuple_SET_ITEM(key.get(), place++, Py_NewRef(part));
+        Ref found = Ref::of(entry(names->forms, key.get()));
+        return found ? std::move(found) : checked(PyObject_CallOneArg(names->form_of, key.get()));
     }
 
     void describe_parameter(PyObject *value, PyObject *notes, Ref &&id) {
@@ -131,9 +148,10 @@ class Signature {
         const bool filled = number(attribute(names->holding, names->turn).get()) > 0;  // memory of some constants
         if (filled && !is_nobodys(value)) throw Missed{};
         add(std::move(id));
-        for (PyObject *name : {names->requires_grad, names->shape, names->dtype, names->device}) {
-            add(attribute(value, name));
-        }
+        add(attribute(value, names->requires_grad));
+        dlpack::Tensor now;
+        if (dlpack::describe(value, now)) return add(dlpack::bytes_of(now, dlpack::FORM));
+        for (PyObject *name : {names->shape, names->dtype, names->device}) add(attribute(value, name));
         add(called(value, names->is_contiguous));
     }
 
@@ -141,8 +159,7 @@ class Signature {
     PyObject *layout_of(PyObject *notes, PyObject *base_notes) {
         PyObject *layout = entry(notes, names->LAYOUT);
         if (layout != nullptr) {
-            const Ref now = attribute(names->moments, names->current);
-            if (!is_layout(layout) || entry(notes, names->MOMENT) != now.get()) throw Missed{};
+            if (!is_layout(layout) || entry(notes, names->MOMENT) != moment_.get()) throw Missed{};
             if (number(field(layout, names->batch)) != batch_) throw Missed{};
             if (!is_empty(field(layout, names->mixed))) throw Missed{};
         }
@@ -157,18 +174,18 @@ class Signature {
         return layout;
     }
 
-    // `look`: the memory is as the layout says.
-    void check_memory(PyObject *value, PyObject *notes, PyObject *base_notes, PyObject *layout) {
-        if (layout == nullptr) {
-            if (!is_nobodys(value)) throw Missed{};
-            return;
-        }
+    // `look`: the memory is as the layout says. Gives its notes.
+    static Ref memory_of_data(PyObject *value, PyObject *notes, PyObject *base_notes) {
         const Ref storage = storage_of(value);
         if (!storage) throw Missed{};
-        PyObject *held = entry(notes_of(storage.get()).get(), names->HELD);
+        Ref storage_notes = notes_of(storage.get());
+        PyObject *held = entry(storage_notes.get(), names->HELD);
         if (held == Py_None) held = nullptr;
-        if (held == entry(notes, names->HELD)) return;
-        if (base_notes == nullptr || held != entry(base_notes, names->HELD)) throw Missed{};
+        if (held != entry(notes, names->HELD) &&
+            (base_notes == nullptr || held != entry(base_notes, names->HELD))) {
+            throw Missed{};
+        }
+        return storage_notes;
     }
 
     void describe_constant(PyObject *value, PyObject *notes, bool needs_grad, PyObject *shape) {
@@ -186,21 +203,54 @@ class Signature {
         }
     }
 
-    void describe_data(PyObject *value, PyObject *layout, std::int64_t dims) {
-        const std::int64_t outer = number(field(layout, names->outer)), inner = number(field(layout, names->inner));
-        data_.push_back({number(field(layout, names->dim)) - dims, outer * batch_ * inner});
+    void describe_data(PyObject *value, SeenTensor &seen, const Ref &needs_grad) {
+        PyObject *layout = seen.layout;
         if (field(layout, names->owner) != Py_None || field(layout, names->piece) != Py_None) throw Missed{};
-        if (combined_) {
-            if (field(layout, names->order) != Py_None || number(field(layout, names->alone)) >= 0) throw Missed{};
-            add(attribute(value, names->device));
-            add(called(value, names->is_contiguous));
+        const bool plain = field(layout, names->order) == Py_None && number(field(layout, names->alone)) < 0;
+        if (combined_ && !plain) throw Missed{};
+        const Ref described = described_of(value, seen, needs_grad);
+        if (checked_ && PyTuple_GET_ITEM(described.get(), FLOATING) == Py_False &&
+            (truth(field(layout, names->is_row_index)) || !view_)) {
+            throw Missed{};
         }
-        if (!checked_) return;
-        if (!asks(value, names->floating) && (truth(field(layout, names->is_row_index)) || !view_)) throw Missed{};
+        const std::int64_t outer = number(field(layout, names->outer)), inner = number(field(layout, names->inner));
+        const std::int64_t dims = number(PyTuple_GET_ITEM(described.get(), DIMS));
+        data_.push_back({number(field(layout, names->dim)) - dims, outer * batch_ * inner});
+        add(PyTuple_GET_ITEM(described.get(), DESCRIBED_FORM));
+    }
+
+    // What the same call gave before, if it has this form still; else found anew.
+    Ref described_of(PyObject *value, SeenTensor &seen, const Ref &needs_grad) {
+        dlpack::Tensor now;
+        const bool told = dlpack::describe(value, now);
+        if (!seen.described) seen.described = checked(PyList_New(2));
+        const Py_ssize_t place = seen.place + combined_;
+        PyObject *before = PyList_GET_ITEM(seen.described.get(), place);
+        if (told && before != nullptr && before != Py_None &&
+            PyTuple_GET_ITEM(before, NEEDS_GRAD) == needs_grad.get() &&
+            dlpack::has_bytes(now, dlpack::FORM, PyTuple_GET_ITEM(before, BYTES))) {
+            return Ref::of(before);
+        }
+        const Ref shape = attribute(value, names->shape), dtype = attribute(value, names->dtype);
+        const Ref dims = checked(PyLong_FromSsize_t(PyTuple_GET_SIZE(shape.get())));
+        const Ref bytes = told ? dlpack::bytes_of(now, dlpack::FORM) : Ref::of(Py_None);
+        const Ref floating = called(value, names->floating);
+        Ref form;
+        if (combined_) {
+            const Ref device = attribute(value, names->device), contiguous = called(value, names->is_contiguous);
+            form = form_of({device.get(), contiguous.get(), shape.get(), dtype.get(), needs_grad.get(), seen.layout});
+        } else {
+            form = form_of({shape.get(), dtype.get(), needs_grad.get(), seen.layout});
+        }
+        Ref found = checked(PyTuple_Pack(5, form.get(), needs_grad.get(), dims.get(), floating.get(), bytes.get()));
+        if (told && PyList_SetItem(seen.described.get(), place, Py_NewRef(found.get())) < 0) throw Raised{};
+        return found;
     }
 
     const std::int64_t batch_;
     PyObject *tracked_;
+    SeenTensors &seen_;
+    const Ref moment_;
     const bool checked_, elementwise_, view_, gathering_, followed_, combined_;
     struct Data {
         std::int64_t beside, rows;  // where the samples lie, counted from the last dimension

@@ -1,14 +1,13 @@
 // Snapshots of the objects in dicts and lists: fastdp/graphs/guards.py compares a whole model, some ten thousand values,
 // before every replay.
 #include "snapshot.h"
-#include "ref.h"
+#include "dlpack.h"
 
 namespace {
 
 PyObject *const REQUIRES_GRAD = interned("requires_grad"), *const DATA_PTR = interned("data_ptr"),
          *const STRIDE = interned("stride"), *const SHAPE = interned("shape"), *const DTYPE = interned("dtype"),
-         *const HOOKS = interned("_backward_hooks"), *const POST_HOOKS = interned("_post_accumulate_grad_hooks"),
-         *const NUMEL = interned("numel"), *const IS_CONTIGUOUS = interned("is_contiguous");
+         *const HOOKS = interned("_backward_hooks"), *const POST_HOOKS = interned("_post_accumulate_grad_hooks");
 
 template <typename Function>
 bool each(PyObject *owner, Function function) {
@@ -40,35 +39,42 @@ bool objects_unchanged(const py::list &owners, const py::list &known) {
     return true;
 }
 
-bool equal(PyObject *found, PyObject *known) {
-    const int same = PyObject_RichCompareBool(found, known, Py_EQ);
-    if (same < 0) throw Raised{};
-    return same != 0;
+// Where a tensor lies, and its type, shape and strides: bytes, or a tuple where torch has no faster way.
+py::object mark_of(const py::object &tensor) {
+    dlpack::Tensor now;
+    if (dlpack::describe(tensor.ptr(), now)) {
+        return py::reinterpret_steal<py::object>(dlpack::bytes_of(now, dlpack::ALL).release());
+    }
+    return py::make_tuple(tensor.attr("data_ptr")(), tensor.attr("stride")(), tensor.attr("shape"),
+                          tensor.attr("dtype"));
 }
 
-// Whether a tensor is as `known` says: (dict, name, _, tensor, (data_ptr, stride, shape, dtype), requires_grad).
+// Whether `mark_of` is this still.
+bool has_mark(PyObject *tensor, PyObject *mark) {
+    if (PyTuple_Check(mark)) {
+        return equal(called(tensor, DATA_PTR).get(), PyTuple_GET_ITEM(mark, 0)) &&
+               equal(called(tensor, STRIDE).get(), PyTuple_GET_ITEM(mark, 1)) &&
+               equal(attribute(tensor, SHAPE).get(), PyTuple_GET_ITEM(mark, 2)) &&
+               equal(attribute(tensor, DTYPE).get(), PyTuple_GET_ITEM(mark, 3));
+    }
+    dlpack::Tensor now;
+    return dlpack::describe(tensor, now) && dlpack::has_bytes(now, dlpack::ALL, mark);
+}
+
+// Whether a tensor is as `known` says: (dict, name, _, tensor, mark, requires_grad).
 bool is_as_it_was(PyObject *known) {
-    PyObject *tensor = PyTuple_GET_ITEM(known, 3), *lies = PyTuple_GET_ITEM(known, 4);
+    PyObject *tensor = PyTuple_GET_ITEM(known, 3);
     if (entry(PyTuple_GET_ITEM(known, 0), PyTuple_GET_ITEM(known, 1)) != tensor) return false;
     if (attribute(tensor, REQUIRES_GRAD).get() != PyTuple_GET_ITEM(known, 5)) return false;
     if (is(tensor, HOOKS) || is(tensor, POST_HOOKS)) return false;
-    return equal(called(tensor, DATA_PTR).get(), PyTuple_GET_ITEM(lies, 0)) &&
-           equal(called(tensor, STRIDE).get(), PyTuple_GET_ITEM(lies, 1)) &&
-           equal(attribute(tensor, SHAPE).get(), PyTuple_GET_ITEM(lies, 2)) &&
-           equal(attribute(tensor, DTYPE).get(), PyTuple_GET_ITEM(lies, 3));
+    return has_mark(tensor, PyTuple_GET_ITEM(known, 4));
 }
 
-// Whether tensors lie as lists of their addresses, numbers of elements, types and of whether they are contiguous say.
-bool memory_unchanged(const py::list &tensors, const py::list &addresses, const py::list &counts, const py::list &types,
-            const py::list &contiguous) {
-    const auto known = [](const py::list &list, Py_ssize_t place) { return PyList_GET_ITEM(list.ptr(), place); };
+// Whether tensors have these marks.
+bool memory_unchanged(const py::list &tensors, const py::list &marks) {
     try {
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
-            PyObject *tensor = known(tensors, i);
-            if (attribute(tensor, DTYPE).get() != known(types, i)) return false;
-            if (called(tensor, IS_CONTIGUOUS).get() != known(contiguous, i)) return false;
-            if (!equal(called(tensor, DATA_PTR).get(), known(addresses, i))) return false;
-            if (!equal(called(tensor, NUMEL).get(), known(counts, i))) return false;
+            if (!has_mark(PyList_GET_ITEM(tensors.ptr(), i), PyList_GET_ITEM(marks.ptr(), i))) return false;
         }
         return true;
     } catch (const Raised &) {
@@ -91,6 +97,7 @@ bool tensors_unchanged(const py::list &held) {
 
 void bind_snapshot(py::module_ &module) {
     module.def("objects_unchanged", &objects_unchanged, "whether dicts and lists hold the same objects");
-    module.def("memory_unchanged", &memory_unchanged, "whether tensors have the addresses, sizes and types that are given");
+    module.def("mark_of", &mark_of, "where a tensor lies, its type, shape and strides");
+    module.def("memory_unchanged", &memory_unchanged, "whether tensors have these marks");
     module.def("tensors_unchanged", &tensors_unchanged, "whether attributes hold the same tensors, in the same memory");
 }

@@ -72,8 +72,9 @@ class Sizes:
 
     def __init__(self) -> None:
         self._batch = 0
-        # that asked for sizes, in this forward; torch's and fastdp's that were met (known_calls.cpp reads both)
-        self.codes, self.librarys = set[CodeType](), set[CodeType]()
+        # by id, as to hash code takes long (known_calls.cpp reads both): what asked for sizes, in this forward; torch's
+        # and fastdp's that were met
+        self.codes, self.librarys = dict[int, CodeType](), dict[int, CodeType]()
         self._lines: dict[tuple[CodeType, int], set[int]] = {}  # that asked for sizes: those told but the batch's
         self._dims: dict[tuple[CodeType, int], int] = {}  # where in a shape that a line took the batch's size stands
         self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
@@ -85,7 +86,7 @@ class Sizes:
         self._divisors: dict[Any, tuple[int, set[float]]] = {}  # of sums, by place: in its first forward
         self._beside: set[int] = set()  # sizes told in this forward that are of another dimension
         # by place and shape: what was told in this forward, and whether the batch's size was
-        self.asked_before: dict[Any, tuple[Layout, bool]] = {}
+        self.asked_before: dict[Any, tuple[Any, bool]] = {}
         self._forwards = 0
 
     def begin(self) -> None:
@@ -108,17 +109,18 @@ class Sizes:
         if tensor_notes.COUNTED in tensor.__dict__:
             tells = self._note_asked(tensor, layout, found, dim, frame)
         else:
-            key = (frame.f_code, frame.f_lasti, id(layout), tensor.shape, found, dim)
-            if key not in self.asked_before:  # (the layout stays there, and its id is its own)
-                self.asked_before[key] = layout, self._note_asked(tensor, layout, found, dim, frame)
+            key = (id(frame.f_code), frame.f_lasti, id(layout), tensor.shape, found, dim)
+            if key not in self.asked_before:  # (what has these ids stays there)
+                tells = self._note_asked(tensor, layout, found, dim, frame)
+                self.asked_before[key] = (frame.f_code, layout), tells
             tells = self.asked_before[key][1]
         while tells and frame is not None:  # (asked for hundreds of times in a forward)
             code = frame.f_code  # and whoever asks by functions of his own
-            if code not in self.codes:
+            if id(code) not in self.codes:
                 if is_librarys(code.co_filename):
-                    self.librarys.add(code)
+                    self.librarys[id(code)] = code
                     return
-                self.codes.add(code)
+                self.codes[id(code)] = code
             frame = frame.f_back
 
     def _note_asked(self, tensor: Tensor, layout: Layout, found: Any, dim: int | None, frame: Any) -> bool:
@@ -175,7 +177,7 @@ class Sizes:
         out.__dict__[tensor_notes.NUMBER] = number
         if self.codes and name not in operator_table.COMPUTING and tensor_notes.NUMBER_OF not in out.__dict__:
             found = next((what for told, what in self._sources(self._batch) if is_size(float(number), told)), None)
-            if found is not None and (number in self._told or not is_written(number, self.codes)):
+            if found is not None and (number in self._told or not is_written(number, self.codes.values())):
                 out.__dict__[tensor_notes.NUMBER_OF] = found
 
     def has_told(self, number: float) -> bool:
@@ -187,10 +189,10 @@ class Sizes:
             return False  # as likely of other dimensions
         for frame in frames(sys._getframe(2)) if self.codes else ():
             if not _is_ours(frame.f_code.co_filename) and (
-                literal_in_code(frame, number, self.codes) or is_named_square(frame, number, self._batch)
+                literal_in_code(frame, number, self.codes.values()) or is_named_square(frame, number, self._batch)
             ):
                 return False
-            if frame.f_code in self.codes:
+            if id(frame.f_code) in self.codes:
                 return True
         return False
 
@@ -198,9 +200,9 @@ class Sizes:
         """Whether a size that equals the batch's is, by the code that calls now, most likely that: neither written down
         nor taken from elsewhere. certain: it was told as that, where it stands or its variable was assigned."""
         calling = [frame for frame in frames(sys._getframe(1)) if not _is_ours(frame.f_code.co_filename)]
-        asking = max((place for place, frame in enumerate(calling, 1) if frame.f_code in self.codes), default=0)
+        asking = max((place for place, frame in enumerate(calling, 1) if id(frame.f_code) in self.codes), default=0)
         for frame in calling[:asking]:
-            if literal_in_code(frame, self._batch, self.codes):
+            if literal_in_code(frame, self._batch, self.codes.values()):
                 return False
             if (told := self._told_at(frame)) is not None:
                 return told
@@ -212,7 +214,7 @@ class Sizes:
         if any(_BATCH in (at := self._lines.get((code, line), ())) and self._batch not in at for line in lines):
             return True
         places = assigned(frame, self._batch, lines)
-        if places is None or (not places and code not in self.codes):
+        if places is None or (not places and id(code) not in self.codes):
             return None  # given to this code, or of a library's own making
         found: set[bool | None] = set()
         for line, place in places:
@@ -334,7 +336,7 @@ class Sizes:
 
     def _of(self, call: Call, number: float, doubtful: bool = False) -> tuple[str, bool]:
         """doubtful: nothing is said until it follows a size; so is a number in code that has not asked for one."""
-        frame: Any = next((each for each in frames(sys._getframe(2)) if each.f_code in self.codes), None)
+        frame: Any = next((each for each in frames(sys._getframe(2)) if id(each.f_code) in self.codes), None)
         if frame is None:
             frame, doubtful = users(sys._getframe(2)), True
         if frame is None:
@@ -355,7 +357,7 @@ class Sizes:
             return "", False  # as likely of another dimension
         followed = self._followed.setdefault(place, _Followed())
         certain = followed.take(self._forwards, source, number, bool(what))
-        doubtful = doubtful or followed.enough > 2 or is_written(number, self.codes)
+        doubtful = doubtful or followed.enough > 2 or is_written(number, self.codes.values())
         if not what or (doubtful and not certain):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain

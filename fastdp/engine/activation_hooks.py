@@ -206,6 +206,7 @@ def guard_graph(owners: Sequence[Owner], roots: Any) -> None:
             hooks: Any = handle.hooks_dict_ref()
             handle.remove()
             for number, hook in list(hooks.items()):
-                own = isinstance(hook, LookingHook | Native) or getattr(hook, "__module__", "") == "torch.utils.hooks"
+                ours = isinstance(getattr(hook, "__self__", hook), LookingHook | Native)
+                own = ours or getattr(hook, "__module__", "") == "torch.utils.hooks"
                 if not own:
                     hooks[number] = LookingHook(hook, owners, "", "a node of the graph (grad_fn)")

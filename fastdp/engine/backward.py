@@ -28,7 +28,7 @@ from .layerwise import ByGroup, LayerwiseSums
 from .memory_budget import Replays
 from .multiple_forwards import MultipleForwards
 from .ordinary_gradients import ForeignParameters, UncapturedUses
-from .repeated_backward import Arrived, Like, begin, keep, like, record_call, record_kept
+from .repeated_backward import Arrived, Like, begin, keep, like, record_call, record_kept, settle
 from .tracked_parameters import Tracked
 from .unused_batches import Known
 from .unused_batches import of as batch_taken
@@ -354,6 +354,7 @@ class Backward:
             self.several.end()
             self.ended()
         self.uncaptured.check(self.last_use_of)
+        settle(tape)
         if tape.like is not None and (tape.replayed or not tape.like.is_whole(tape, self.tracked.current())):
             self._tape = tape  # (the next forward drops it, should this fail)
             record_kept(tape, self.record)

@@ -28,9 +28,9 @@ from ..grad_sample.routed_rows import PRODUCTS, gathered_of
 from ..grad_sample.rules import USE_RULES
 from ..utils.cache import Answers
 from ..utils.pytree import tensors_in
-from .known_calls import KnownCapture, known_calls, note_kind
+from .known_calls import Form, Known, KnownCapture, form_of, known_calls, note_kind, one_object
 
-_KINDS, _LAYOUTS = Answers(), Answers()
+_KINDS = Answers()
 # what they do beside their result, each time: numbers and memory leave torch, or a tensor comes to other memory
 _TELLING = GIVING | operator_table.READING | {Tensor.data.__set__}  # type: ignore[attr-defined]
 _BY_NUMBERS = operator_table.BY_LENGTHS | {"tensor_split"}  # (of a tensor of places, which may be a constant)
@@ -117,9 +117,10 @@ class Memo:
         if signature is None:
             return None
         try:
-            return self._known.get(signature)
+            known: Known | None = self._known.get(signature)
         except TypeError:  # an argument without a hash
             return None
+        return known and known.layouts
 
     def calls_of(self, batch: int, tracked: dict[int, str], stack: list[str], sizes: Sizes) -> Any:
         """The calls of a pass that are known, as the extension serves them; None without it."""
@@ -131,31 +132,23 @@ class Memo:
     def learn(self, signature: Any, call: Call) -> None:
         """Keep the layouts of the results, if they are plain."""
         found: list[Layout | None] = []
-        had_data = any(isinstance(part, Layout) for part in signature)
+        had_data = any(isinstance(part, Form) and part.layout is not None for part in signature)
         for tensor in call.results():
             layout = tag_of(tensor, call.batch)
             if layout is not None and (layout.mixed or layout.owner is not None):
                 return
             if (layout is None and had_data) or made_in_sight(tensor):
                 return  # of unknown rows: looked at every time
-            found.append(_one_object(layout))
+            found.append(layout and one_object(layout))
         try:
-            self._known[_one_object(signature)] = tuple(found)
+            self._known[signature] = Known(tuple(found), [None for _ in 2 * found])
         except TypeError:
             return
 
     def learn_capture(self, signature: Any, known: KnownCapture) -> None:
         """Keep a captured call."""
-        known.call.layout = _one_object(known.call.layout)
-        self.captures[_one_object(signature)] = known
-
-
-def _one_object(part: Any) -> Any:
-    """Equal layouts as one object, so that the parts of signatures are compared by identity."""
-    if type(part) is tuple:
-        return tuple(map(_one_object, part))
-    plain = isinstance(part, Layout) and not part.mixed and part.owner is part.order is part.piece is None
-    return _LAYOUTS.setdefault(part, part) if plain else part
+        known.call.layout = one_object(known.call.layout)
+        self.captures[signature] = known
 
 
 def tag_results(out: Any, known: Sequence[Layout | None]) -> Any:
@@ -214,7 +207,7 @@ class _Described:
                         if not value.is_floating_point() and (layout.is_row_index or not self.view):
                             raise _Depends
                         self.rows.add(layout.rows)
-                parts += (shape, value.dtype, needs_grad, layout)
+                parts.append(form_of((shape, value.dtype, needs_grad, layout)))
             elif isinstance(value, tuple | list):
                 parts += (type(value), len(value))
                 self.add(value)

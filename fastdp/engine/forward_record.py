@@ -122,6 +122,8 @@ class ForwardRecord:
         ) = []  # `engine.repeated_backward.Arrived`: what gave the uses; None if not all is known
         self.like: Any = None  # the `engine.repeated_backward.Like` that it is like, so far
         self.kept: list[Any] = []  # the `engine.repeated_backward.Kept` that arrived, as long as it is like that
+        self.arrivals: Any = None  # what keeps what arrives without Python, below (csrc/python/arrivals.cpp)
+        self.arrived: list[Any] = []  # (context, what it saved, its gradient, versions)
         self.thread: int | None = None  # in which the forwards ran
         self.streams = Streams()
         self.replayed: list[Any] = []  # the `engine.gradients.Gradients` of replayed forwards

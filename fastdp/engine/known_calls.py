@@ -39,7 +39,7 @@ _KINDS = {
     "elementwise": 5,
 }  # as known_calls.cpp numbers them
 _FOLLOWED, _GATHERING, _INDEXING, _COMBINING, _RESHAPING = 8, 16, 32, 64, 128
-_codes = Answers()  # of functions
+_codes, _forms, _layouts = Answers(), Answers(), Answers()  # of functions; by their parts; of equal ones
 # past the part of apply() that sees to transforms of torch.func: there are none where a call is known
 _APPLY = super(torch.autograd.Function, CaptureFunction).apply
 
@@ -50,6 +50,48 @@ def note_kind(func: Any, kind: str) -> None:
     code += _FOLLOWED * (func in FOLLOWED) + _GATHERING * (func in PRODUCTS) + _COMBINING * (func in USE_RULES)
     code += _RESHAPING * (function_name(func) in RESHAPING)
     _codes[func] = code + _INDEXING * (func is torch.Tensor.__getitem__)
+
+
+class Form:
+    """What a call is known by of a tensor: one object for all that are alike, compared by identity."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, layout: Layout | None) -> None:
+        self.layout = layout
+
+
+def form_of(parts: tuple[Any, ...]) -> Form:
+    """The one of these parts: shape, type, whether it requires a gradient, layout; before them, of data beside
+    parameters, its device and whether it is contiguous."""
+    parts = (*parts[:-1], parts[-1] and one_object(parts[-1]))
+    found: Form | None = _forms.get(parts)
+    if found is None:
+        found = _forms[parts] = Form(parts[-1])
+    return found
+
+
+def one_object(layout: Layout) -> Layout:
+    """Equal layouts as one object, so that they are compared by identity."""
+    plain = not layout.mixed and layout.owner is layout.order is layout.piece is None
+    return _layouts.setdefault(layout, layout) if plain else layout
+
+
+class Described(NamedTuple):
+    """What a forward has found of a result of a call (`Signature::described_of`)."""
+
+    form: Form
+    needs_grad: bool
+    dims: int
+    floating: bool
+    bytes: bytes  # device, type, shape and strides: while they are the same, so is all of this
+
+
+class Known(NamedTuple):
+    """What a call gives. described: each result, alone and beside parameters; None where nobody asked."""
+
+    layouts: tuple[Layout | None, ...]
+    described: list[Described | None]
 
 
 class NativeCall(NamedTuple):
@@ -70,6 +112,7 @@ class KnownCapture(NamedTuple):
     learned: list[bool]  # which operands are parameters
     uses: list[tuple[int, tuple[int, int]]]  # of parameters, by id: the first and the last element
     native: NativeCall | None  # if autograd's own node for the call will do
+    described: list[Described | None]  # the result, as of `Known`
 
 
 def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
@@ -92,7 +135,7 @@ def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
         x = data[0].detach()
         own = type(made).run_native is not Captured.run_native
         native = NativeCall(call.func, made.as_computed(x) is x, bool(made.saved(ctx, x)), own)
-    return KnownCapture(made, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses, native)
+    return KnownCapture(made, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses, native, [None, None])
 
 
 def _place(call: Call, tensor: Tensor | None) -> int | None:
@@ -105,7 +148,7 @@ def _place(call: Call, tensor: Tensor | None) -> int | None:
 
 def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a captured call, of these arguments; it gets its layout in C++."""
-    call, operands, data, learned, uses, _ = known
+    call, operands, data, learned, uses, *_ = known
     given: Any = (*args, *kwargs.values(), None)
     ctx = Context.repeated(forward_pass, [given[place] for place in operands], learned)
     if forward_pass.count:
@@ -120,7 +163,7 @@ def known_calls(
 ) -> Any:
     """The `KnownCalls` of a pass; None if the extension is not there.
 
-    known: layouts of results by signature; captures: `KnownCapture` by signature; stack: the modules whose forwards
+    known: `Known` by signature; captures: `KnownCapture` by signature; stack: the modules whose forwards
     run; sizes: told of sizes that Python asks for.
     """
     module = native()
@@ -152,7 +195,8 @@ def _vocabulary() -> dict[str, Any]:
         "MISSED": MISSED, "under_functorch": torch._C._functorch.peek_interpreter_stack,
         "grad_enabled": torch.is_grad_enabled, "any_autocast": torch._C._is_any_autocast_enabled,
         "autocast": _autocast, "saving_hooks": torch._C._autograd._top_saved_tensors_default_hooks, "repeat": repeat,
-        "Native": Native, "forward_ad": forward_ad, "modes": torch._C._len_torch_function_stack,
+        "Native": Native, "forward_ad": forward_ad, "forms": _forms, "form_of": form_of,
+        "modes": torch._C._len_torch_function_stack,
         "disabled": torch._C.DisableTorchFunction,
         **{name: getattr(tensor_notes, name) for name in names},
     }  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..grad_sample.captured_call import Captured, Context, Given
+from ..grad_sample.captured_call import FEW, Captured, Context, Given, Native
 from ..grad_sample.conv import Conv
 from ..grad_sample.cost_model import Clock
 from ..grad_sample.embedding import Lookup
@@ -24,6 +24,7 @@ from ..grad_sample.parameter_links import leaves_of
 from ..grad_sample.parameter_use import ParameterUse, Positioned, Stored
 from ..grad_sample.planner import versions
 from ..ops import registry
+from ..ops.common import exactly
 from .explain import Plan
 from .foreach import Abreast, Bundle
 from .forward_record import ForwardRecord
@@ -168,16 +169,22 @@ class Arrived(NamedTuple):
 
 class Kept:
     """What a call (or the use of another call) gave within a backward that is like the one before: the rows of its
-    uses, or what these are made of at its end. together: as it was in the backward before (`Arrived`)."""
+    uses, or what these are made of at its end. together: as it was in the backward before (`Arrived`). version: of all
+    that it holds, if it is known."""
 
     __slots__ = ("what", "given", "rows", "together", "version")
 
     def __init__(
-        self, what: Captured | ParameterUse, given: Any, rows: Sequence[Tensor] | None, together: Any = None
+        self,
+        what: Captured | ParameterUse,
+        given: Any,
+        rows: Sequence[Tensor] | None,
+        together: Any = None,
+        version: int | None = None,
     ) -> None:
         self.what, self.rows, self.together = what, rows, together
         self.given = given if rows is None or given is None else (given[0], (), ())  # its data is freed
-        self.version = self.versions()
+        self.version = self.versions() if version is None else version
 
     def holds(self) -> Sequence[Tensor]:
         return (*self.given[1], *self.given[2]) if self.rows is None else self.rows
@@ -227,6 +234,11 @@ class Like:
         for use in gradients.uses:
             self._templates.append(template_of(use, count))
             count += len(self._templates[-1].places)
+        # whose data is held as it comes until the end: no Python is needed for it before
+        self._held: list[Any] = [None] * len(calls)
+        for place, (each, (i, j)) in enumerate(zip(calls, itertools.pairwise(self._places), strict=True)):
+            if each.call is None and (place in self._late or _holds_data(each, gradients.uses[i:j])):
+                self._held[place] = each.what
         self._of = places_of([template.use for template in self._templates])
         for template in self._templates:  # of what is made of parameters anew in every step, nothing is held
             template.use.operand = leaves_of(template.use.operand)[0]
@@ -246,6 +258,18 @@ class Like:
         if type(what) not in DATA or settled(what) is not what or expected != _kind(what):
             return None
         return Kept(what, None, _data(what))
+
+    def arrivals(self, tape: ForwardRecord, context: Context) -> Any:
+        """What keeps the next calls without Python, if that can be."""
+        if isinstance(native := registry.native(), str) or not self.on_cpu or not isinstance(context, Native):
+            return None
+        expected, task = self._held, torch._C._current_graph_task_id
+        return native.Arrivals(context.forward_pass, task(), expected, task, len(tape.kept))
+
+    def kept(self, place: int, context: Native, given: Given, version: int) -> Kept:
+        """What has arrived without Python. version: of all that was given."""
+        late, call = place in self._late, context.call
+        return Kept(call, given, None if late else call.rows(*given), self._kinds[place], version if late else None)
 
     def stores(self, place: int, what: Captured | ParameterUse) -> bool:
         """Whether uses of this call arrived at that place, one by one, as gradients were stored of its rows."""
@@ -272,6 +296,12 @@ class Like:
                 found.take(place, each.what)
         found.plan = self._plan.again(found.clocks)
         return found
+
+
+def _holds_data(arrived: Arrived, uses: Sequence[ParameterUse]) -> bool:
+    """Whether the rows of a call are the data that it gives, but for some that take no time to compute later."""
+    product = next((use for use in uses if isinstance(use, Matmul | Conv)), None)
+    return isinstance(arrived.what, Captured) and product is not None and (len(uses) == 1 or product.g.numel() <= FEW)
 
 
 def like(tape: ForwardRecord, gradients: Gradients) -> Like | None:
@@ -308,6 +338,7 @@ def keep(tape: ForwardRecord, what: Captured | ParameterUse, given: Given | None
     """Whether this call or use is what arrived here in the backward before: then its data is kept."""
     if tape.like is None:
         return False
+    settle(tape)
     if given is not None and tape.like.stores(len(tape.kept), what):
         what.record_rows(given[0], what.rows(*given))  # type: ignore[union-attr]
         return True
@@ -318,7 +349,21 @@ def keep(tape: ForwardRecord, what: Captured | ParameterUse, given: Given | None
     tape.kept.append(kept)
     if not tape.like.on_cpu:
         tape.streams.note(kept, kept.holds()[0].device)
+    if tape.arrivals is not None:
+        tape.arrivals.go_on(len(tape.kept))
+    elif given is not None and given[0].forward_pass is tape.checked:
+        tape.arrivals = tape.like.arrivals(tape, given[0])
     return True
+
+
+def settle(tape: ForwardRecord) -> None:
+    """Keep what has arrived without Python."""
+    arrived, tape.arrived = tape.arrived, []
+    if arrived and (place := registry.native().first_written(arrived)) >= 0:  # type: ignore[union-attr]
+        raise written_to(arrived[place][0].call.name)
+    with torch.no_grad(), exactly():
+        for context, saved, gradient, version in arrived:
+            tape.kept.append(tape.like.kept(len(tape.kept), context, (context, saved, (gradient,)), version))
 
 
 def record_call(tape: ForwardRecord, call: Captured, given: Given, rows: Any) -> None:
@@ -341,7 +386,8 @@ def _record_rows(tape: ForwardRecord, call: Captured, ctx: Context, rows: Any, t
 
 def record_kept(tape: ForwardRecord, record: Record) -> None:
     """What was kept is recorded use by use, as this backward is another than the one before."""
-    kept, tape.kept, tape.like = tape.kept, [], None
+    settle(tape)
+    kept, tape.kept, tape.like, tape.arrivals = tape.kept, [], None, None
     for each in kept:
         if each.versions() != each.version:
             raise written_to(each.name)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from ..ops.common import autocast_kinds
 from ..ops.registry import native
+from ..ops.step import memory_mark
 from ..utils.random_generators import RandomNumbers, living
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
@@ -201,7 +202,7 @@ class Guards:
                     elif tensor.layout is not torch.strided:
                         sparse.append((place, name, tensor))
                     else:
-                        self._held.append((place, name, full, tensor, _lies(tensor), tensor.requires_grad))
+                        self._held.append((place, name, full, tensor, memory_mark(tensor), tensor.requires_grad))
         self._torch = _state_of_torch()
         self._attributes = self._look()
         owners: list[Any] = [*self._dicts, *self._lists]
@@ -263,7 +264,7 @@ class Guards:
         native_module = native()
         known = not isinstance(native_module, str) and native_module.tensors_unchanged(self._held)
         for place, name, full, tensor, lies, requires_grad in () if known else self._held:
-            if place.get(name) is not tensor or _lies(tensor) != lies:
+            if place.get(name) is not tensor or memory_mark(tensor) != lies:
                 return f"'{full}' is another tensor, or lies in other memory"
             if tensor.requires_grad != requires_grad:
                 return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
@@ -303,11 +304,6 @@ class Guards:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _lies(tensor: Tensor) -> Any:
-    """Where, and how, its numbers lie."""
-    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
 
 
 def _state_of_torch() -> tuple[Any, ...]:

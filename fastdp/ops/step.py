@@ -87,7 +87,7 @@ class StepTable:
         if not same or self.offsets != offsets:
             return False
         if not isinstance(module := native(), str):
-            return module.memory_unchanged(_all_of(self.params, self.states), *self._marks)  # type: ignore[no-any-return]
+            return module.memory_unchanged(_all_of(self.params, self.states), self._marks)  # type: ignore[no-any-return]
         return self._marks == _marks(self.params, self.states)
 
     def run(self, sums: Sequence[Tensor], draw: Draw, update: SGD | Adam) -> None:
@@ -118,18 +118,16 @@ def _all_of(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> lis
     return [tensor for tensors in (params, *states) for tensor in tensors]
 
 
-def _marks(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
-    """What may change of a tensor that stays the same one (by `.data =`, say) and that a step relies on."""
-    all_of = _all_of(params, states)
-    return [list(map(ask, all_of)) for ask in _ASKED]
+def _marks(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list[Any]:
+    return list(map(memory_mark, _all_of(params, states)))
 
 
-_ASKED = (
-    Tensor.data_ptr,
-    Tensor.numel,
-    operator.attrgetter("dtype"),
-    Tensor.is_contiguous,
-)  # as `memory_unchanged` of C++
+def memory_mark(tensor: Tensor) -> Any:
+    """Where a tensor lies, and how: what may change of one that stays the same (by `.data =`, say)."""
+    module = native()
+    if not isinstance(module, str):
+        return module.mark_of(tensor)
+    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
 
 
 _nothing: Callable[..., None] = lambda *args, **options: None

@@ -1,0 +1,78 @@
+// Tensors with a layout that a pass has met, and what calls are known by of each of them.
+//
+// What fastdp knows of a tensor is noted in `__dict__`s: its own, its base's, its memory's. Python counts how often
+// dicts change, no two states of any have one number: while the three numbers are those of then, all notes are.
+#pragma once
+
+#include "python_names.h"
+
+#include <array>
+
+// The number of a dict's state; 0 where Python does not count (from 3.14).
+inline std::uint64_t state_of(PyObject *dict) {
+#if PY_VERSION_HEX < 0x030E0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    return ((PyDictObject *)dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+    return 0;
+#endif
+}
+
+struct SeenTensor {
+    PyObject *tensor = nullptr;
+    std::uint64_t state = 0, state_of_base = 0, state_of_storage = 0;
+    Ref base_notes, storage_notes;
+    PyObject *layout = nullptr, *moment = nullptr;  // which its notes hold
+    // What was described of it: alone, and beside parameters. A list of `known_calls.Known` with two places for each
+    // result of a call, and the first of these; else one of its own.
+    Ref described;
+    Py_ssize_t place = 0;
+};
+
+// Places in `known_calls.Described`.
+enum { DESCRIBED_FORM, NEEDS_GRAD, DIMS, FLOATING, BYTES };
+
+// Those met last: most results are soon taken by another call, and are gone then.
+class SeenTensors {
+  public:
+    // What is known of a tensor still; nullptr if that is nothing.
+    SeenTensor *find(PyObject *tensor, PyObject *moment) {
+        SeenTensor &seen = place_of(tensor);
+        const bool same = seen.tensor == tensor && seen.state == state_of(notes_of(tensor).get()) &&
+                          seen.moment == moment && seen.state_of_storage == state_of(seen.storage_notes.get()) &&
+                          (!seen.base_notes || seen.state_of_base == state_of(seen.base_notes.get()));
+        return same ? &seen : nullptr;
+    }
+
+    // Note a tensor of which nothing out of the ordinary is noted. base_notes: of a view's base, else nullptr.
+    SeenTensor *add(PyObject *tensor, PyObject *notes, PyObject *base_notes, PyObject *storage_notes, PyObject *layout,
+                    PyObject *moment) {
+        if (state_of(notes) == 0) return nullptr;
+        SeenTensor &seen = place_of(tensor) = SeenTensor();
+        seen.tensor = tensor;
+        seen.state = state_of(notes), seen.state_of_storage = state_of(storage_notes);
+        seen.base_notes = Ref::of(base_notes), seen.storage_notes = Ref::of(storage_notes);
+        seen.state_of_base = base_notes == nullptr ? 0 : state_of(base_notes);
+        seen.layout = layout, seen.moment = moment;
+        return &seen;
+    }
+
+    // A call in Python may do to tensors what no note tells of (`.data = ...`).
+    void forget() {
+        for (SeenTensor &seen : seen_) seen.tensor = nullptr;
+    }
+
+    // Hold nothing: Python's garbage collection does not see what is held here.
+    void clear() {
+        for (SeenTensor &seen : seen_) seen = SeenTensor();
+    }
+
+  private:
+    static constexpr std::size_t COUNT = 64;
+    SeenTensor &place_of(PyObject *tensor) {
+        return seen_[(reinterpret_cast<std::uintptr_t>(tensor) >> 4) * 0x9E3779B97F4A7C15u >> 58];
+    }
+    std::array<SeenTensor, COUNT> seen_;
+};
