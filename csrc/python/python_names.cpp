@@ -1,4 +1,4 @@
-#include "python_names.h"
+#include "seen_tensors.h"
 
 PythonNames *names = nullptr;
 
@@ -60,6 +60,12 @@ void set_vocabulary(const py::dict &vocabulary, const py::dict &places) {
     found->outer = place("outer"), found->inner = place("inner");
     found->owner = place("owner"), found->mixed = place("mixed"), found->is_row_index = place("is_row_index");
     found->order = place("order"), found->alone = place("alone"), found->piece = place("piece");
+    try {
+        const Ref storage = called(given(v, "example"), found->untyped_storage);
+        found->counting = counts_changes(given(v, "example")) && counts_changes(storage.get());
+    } catch (const Raised &) {
+        throw py::error_already_set();
+    }
     found->vocabulary = Py_NewRef(v);
     names = found;
 }

@@ -13,6 +13,7 @@ struct PythonNames {
     PyObject *LAYOUT, *MOMENT, *TAGGED_AT, *RELAID, *INPUT, *PRESUMED, *TOKEN, *HELD, *MADE, *LINK, *UNTRACKED, *PARTS,
         *GATHERED, *NUMBER, *NUMBER_OF, *COUNTED;
     PyObject *any_autocast, *autocast, *modes, *disabled, *saving_hooks, *repeat, *native, *forward_ad, *forms, *form_of;
+    bool counting = false;  // whether Python counts the changes of tensors' dicts (`counts_changes`)
     Py_ssize_t batch, dim, outer, inner, owner, mixed, order, is_row_index, alone, piece;
     PyObject *is_nested = interned("is_nested"), *requires_grad = interned("requires_grad"), *shape = interned("shape"),
              *dtype = interned("dtype"), *is_leaf = interned("is_leaf"), *base = interned("_base"),

@@ -196,7 +196,7 @@ def _vocabulary() -> dict[str, Any]:
         "grad_enabled": torch.is_grad_enabled, "any_autocast": torch._C._is_any_autocast_enabled,
         "autocast": _autocast, "saving_hooks": torch._C._autograd._top_saved_tensors_default_hooks, "repeat": repeat,
         "Native": Native, "forward_ad": forward_ad, "forms": _forms, "form_of": form_of,
-        "modes": torch._C._len_torch_function_stack,
+        "modes": torch._C._len_torch_function_stack, "example": torch.empty(0),
         "disabled": torch._C.DisableTorchFunction,
         **{name: getattr(tensor_notes, name) for name in names},
     }  # fmt: skip

@@ -18,6 +18,8 @@ import fastdp
 from fastdp import PerSampleGradients
 from fastdp.engine import capture
 from fastdp.engine.repeated_backward import Like
+from fastdp.errors import StepError
+from fastdp.grad_sample.captured_call import Context
 from fastdp.grad_sample.parameter_use import Stored
 
 from .. import cases
@@ -351,6 +353,77 @@ def test_autocast_is_part_of_a_known_call() -> None:
         rows = engine.materialize()
         for name, first in found.setdefault(cast, rows).items():
             torch.testing.assert_close(rows[name], first, rtol=1e-6, atol=1e-7)
+
+
+def moved(m: Layers, x: Tensor) -> Tensor:
+    """Data takes other memory, in which samples are mixed."""
+    h = m.a(x).tanh()
+    if m.mixed:
+        h.data = h.detach() - h.detach().mean(0)
+    return m.b(h)
+
+
+def set_beneath(m: Layers, x: Tensor) -> Tensor:
+    """The same, out of torch functions' sight."""
+    h = m.a(x).tanh()
+    if m.mixed:
+        with torch._C.DisableTorchFunction():
+            h.detach().copy_(h.detach() - h.detach().mean(0))
+            h.set_(h.detach() - h.detach().mean(0))
+    return m.b(h)
+
+
+@pytest.mark.parametrize("way", [moved, set_beneath])
+def test_data_that_is_mixed_in_a_later_step_is_refused(way: Way) -> None:
+    engine = PerSampleGradients(Layers(way))
+    for _ in range(4):
+        assert_step(engine, data(), losses)
+    engine.model.mixed = True
+    with pytest.raises((fastdp.errors.FastDPError, RuntimeError)):
+        losses(engine.model, data()).mean().backward()
+
+
+def test_gradients_that_are_written_to_once_they_were_taken_are_refused() -> None:
+    engine, kept = PerSampleGradients(Layers(plainly)), []
+
+    def hooked_late(m: Layers, x: Tensor) -> Tensor:
+        first = m.a(x)
+        second = m.b(first.tanh())
+        if m.mixed:
+            second.register_hook(kept.append)
+            first.register_hook(lambda g: [kept[-1].mul_(2)] and None)
+        return m.c(second.tanh())
+
+    engine.model.way = hooked_late
+    for number in range(6):
+        engine.model.mixed = number == 4
+        if not engine.model.mixed:
+            assert_step(engine, data(), losses)
+            continue
+        with pytest.raises(StepError, match="written to in place"):
+            losses(engine.model, data()).mean().backward()
+
+
+def test_a_backward_that_fails_midway_leaves_nothing_for_the_next_one() -> None:
+    engine = PerSampleGradients(Layers(plainly))
+
+    def fails(grad: Tensor) -> None:
+        raise KeyError("midway")
+
+    def contexts() -> int:
+        gc.collect()
+        return sum(isinstance(each, Context) for each in gc.get_objects())
+
+    found = list[int]()
+    for _ in range(3):
+        for _ in range(3):
+            assert_step(engine, data(), losses)
+        found.append(contexts())
+        handle = engine.model.a.register_forward_hook(lambda m, args, out: out.register_hook(fails) and None)
+        with pytest.raises(KeyError):
+            losses(engine.model, data()).mean().backward()
+        handle.remove()
+    assert found == sorted(found, reverse=True)  # (what other tests have left may go, too)
 
 
 def test_rules_that_change_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
