@@ -5,6 +5,7 @@
 // for every object in 3.13: `counts_changes` tries it on tensors and their memory. Not at all from 3.14 on.)
 #pragma once
 
+#include "dlpack.h"
 #include "python_names.h"
 
 #include <array>
@@ -38,6 +39,7 @@ struct SeenTensor {
     PyObject *tensor = nullptr;
     std::uint64_t state = 0, state_of_base = 0, state_of_storage = 0;
     Ref base_notes, storage_notes;
+    void *address = nullptr;
     PyObject *layout = nullptr, *moment = nullptr;  // which its notes hold
     // What was described of it: alone, and beside parameters. A list of `known_calls.Known` with two places for each
     // result of a call, and the first of these; else one of its own.
@@ -57,7 +59,7 @@ class SeenTensors {
         const bool same = seen.tensor == tensor && seen.state == state_of(notes_of(tensor).get()) &&
                           seen.moment == moment && seen.state_of_storage == state_of(seen.storage_notes.get()) &&
                           (!seen.base_notes || seen.state_of_base == state_of(seen.base_notes.get()));
-        return same ? &seen : nullptr;
+        return same && lies_there(seen) ? &seen : nullptr;
     }
 
     // Note a tensor of which nothing out of the ordinary is noted. base_notes: of a view's base, else nullptr.
@@ -70,6 +72,8 @@ class SeenTensors {
         seen.base_notes = Ref::of(base_notes), seen.storage_notes = Ref::of(storage_notes);
         seen.state_of_base = base_notes == nullptr ? 0 : state_of(base_notes);
         seen.layout = layout, seen.moment = moment;
+        dlpack::Tensor now;
+        if (dlpack::describe(tensor, now)) seen.address = now.data;
         return &seen;
     }
 
@@ -84,6 +88,17 @@ class SeenTensors {
     }
 
   private:
+    // Whether the tensor lies in the memory whose notes these are. While someone else holds these notes, that memory is
+    // there, and no other has its addresses.
+    static bool lies_there(const SeenTensor &seen) {
+        dlpack::Tensor now;
+        if (dlpack::describe(seen.tensor, now)) {
+            return now.data == seen.address && Py_REFCNT(seen.storage_notes.get()) > 1;
+        }
+        const Ref storage = storage_of(seen.tensor);
+        return storage && notes_of(storage.get()).get() == seen.storage_notes.get();
+    }
+
     static constexpr std::size_t COUNT = 64;
     SeenTensor &place_of(PyObject *tensor) {
         return seen_[(reinterpret_cast<std::uintptr_t>(tensor) >> 4) * 0x9E3779B97F4A7C15u >> 58];

@@ -4,6 +4,7 @@ exact, and whatever may change between two calls of one kind is looked at again.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import fastdp
 from fastdp import PerSampleGradients
 from fastdp.engine import capture
 from fastdp.engine.repeated_backward import Like
-from fastdp.errors import StepError
+from fastdp.errors import SampleMixingError, StepError
 from fastdp.grad_sample.captured_call import Context
 from fastdp.grad_sample.parameter_use import Stored
 
@@ -363,23 +364,38 @@ def moved(m: Layers, x: Tensor) -> Tensor:
     return m.b(h)
 
 
-def set_beneath(m: Layers, x: Tensor) -> Tensor:
+def moved_beneath(m: Layers, x: Tensor) -> Tensor:
     """The same, out of torch functions' sight."""
     h = m.a(x).tanh()
     if m.mixed:
         with torch._C.DisableTorchFunction():
-            h.detach().copy_(h.detach() - h.detach().mean(0))
-            h.set_(h.detach() - h.detach().mean(0))
+            h.data = h.data.flip(0)
     return m.b(h)
 
 
-@pytest.mark.parametrize("way", [moved, set_beneath])
-def test_data_that_is_mixed_in_a_later_step_is_refused(way: Way) -> None:
+def moved_elsewhere(m: Layers, x: Tensor) -> Tensor:
+    """The same, in another thread; the memory is freed before."""
+    h = m.a(x).tanh()
+
+    def move() -> None:
+        flipped = h.data.flip(0)
+        h.data = torch.empty(0)
+        h.data = flipped.clone()
+
+    if m.mixed:
+        thread = threading.Thread(target=move)
+        thread.start()
+        thread.join()
+    return m.b(h)
+
+
+@pytest.mark.parametrize("way", [moved, moved_beneath, moved_elsewhere])
+def test_data_that_takes_other_memory_in_a_later_step_is_refused(way: Way) -> None:
     engine = PerSampleGradients(Layers(way))
     for _ in range(4):
         assert_step(engine, data(), losses)
     engine.model.mixed = True
-    with pytest.raises((fastdp.errors.FastDPError, RuntimeError)):
+    with pytest.raises(SampleMixingError):
         losses(engine.model, data()).mean().backward()
 
 
