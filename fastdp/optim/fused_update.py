@@ -2,11 +2,13 @@
 
 The state is torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`, `step`), so checkpoints, schedulers and a
 change of mind work as ever. What a group asks for beyond that (amsgrad, a tensor as learning rate, tensors that are
-not contiguous, a subclass with a step of its own) takes the two-pass way: noise into `.grad`, then torch's step.
+not contiguous or share memory, a subclass with a step of its own) takes the two-pass way: noise into `.grad`, then
+torch's step.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -151,6 +153,8 @@ def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], 
                 return False
             if any(isinstance(v, Tensor) and v.dim() and not _alike(v, p) for v in each.values()):
                 return False
+        if _overlap(group["params"]):
+            return False
     return kind in ("sgd", "adam")
 
 
@@ -158,6 +162,12 @@ def _states(kind: str, group: dict[str, Any], own: Sequence[dict[str, Any]]) -> 
     """What a launch works on of the states of parameters in a group; None for those that are not there."""
     names = ("exp_avg", "exp_avg_sq") if kind == "adam" else ("momentum_buffer",) if group["momentum"] else ()
     return [[each.get(name) for each in own] for name in names]
+
+
+def _overlap(params: Sequence[Tensor]) -> bool:
+    """Whether parameters lie in the same memory (tied by `.data =`): one launch would lose all updates but the last."""
+    spans = sorted((p.device.index or 0, p.data_ptr(), p.numel() * p.element_size()) for p in params if p.numel())
+    return any(a[0] == b[0] and a[1] + a[2] > b[1] for a, b in itertools.pairwise(spans))
 
 
 def _alike(value: Tensor, p: Tensor) -> bool:

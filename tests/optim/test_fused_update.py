@@ -123,6 +123,29 @@ def test_what_is_not_fused_takes_the_other_way(options: dict) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_that_are_tied_by_their_memory_take_each_others_updates(name: str) -> None:
+    base, options = OPTIMIZERS[name]
+    x, weights = torch.randn(6, 7), []
+    for private in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+        optimizer = base(model.parameters(), **options)
+        if private:
+            optimizer = fastdp.privatize(
+                optimizer, model, noise_multiplier=0.0, max_grad_norm=1e6, expected_batch_size=6
+            )
+        for number in range(4):
+            if number == 2:
+                model[2].weight.data = model[0].weight.data
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(list(model.parameters()))
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_subclass_with_a_step_of_its_own_is_not_fused() -> None:
     class Own(torch.optim.SGD):
         def step(self, closure=None):
