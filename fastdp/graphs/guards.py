@@ -192,7 +192,7 @@ class Guards:
         self._parts = [self._part(module) for _, module, _ in self._modules]
         self._held: list[tuple[dict[str, Any], str, str, Tensor, Any, bool]] = []
         self._absent: list[tuple[dict[str, Any], str, str]] = []
-        sparse: list[tuple[Any, Any, Tensor]] = []  # buffers that no recording takes: the same objects, at least
+        sparse: list[tuple[Any, Any, Tensor, Any]] = []  # buffers that no recording takes: the same objects, at least
         for path, module, _ in self._modules:
             for place in (module._parameters, module._buffers):
                 for name, tensor in place.items():
@@ -200,14 +200,14 @@ class Guards:
                     if tensor is None:
                         self._absent.append((place, name, full))
                     elif tensor.layout is not torch.strided:
-                        sparse.append((place, name, tensor))
+                        sparse.append((place, name, tensor, None))
                     else:
                         self._held.append((place, name, full, tensor, memory_mark(tensor), tensor.requires_grad))
         self._torch = _state_of_torch()
         self._attributes = self._look()
         owners: list[Any] = [*self._dicts, *self._lists]
         self._tensors = sparse + [
-            (owner, key, value)
+            (owner, key, value, memory_mark(value))
             for owner in owners
             for key, value in (owner.items() if isinstance(owner, dict) else enumerate(owner))
             if isinstance(value, Tensor) and value.layout == torch.strided and _memory(value) in constants
@@ -274,10 +274,10 @@ class Guards:
             if why := next((why for number in range(len(self._modules)) if (why := self._differs(number))), ""):
                 return why
             self._look()
-        for owner, key, tensor in self._tensors:
+        for owner, key, tensor, lies in self._tensors:
             now = owner.get(key) if isinstance(owner, dict) else owner[key] if key < len(owner) else None
-            if now is not tensor:
-                return f"a tensor that a module keeps ('{key}') is another"
+            if now is not tensor or (lies is not None and memory_mark(tensor) != lies):
+                return f"a tensor that a module keeps ('{key}') is another, or lies in other memory"
         return ""
 
     def _matters(self, attribute: Attribute, *notes: Any) -> bool:

@@ -361,6 +361,7 @@ CHANGES = {
     "a configuration": (of_config, later(lambda m: setattr(m.config, "alpha", 3.0))),
     "deep in a configuration": (of_config, later(lambda m: m.config.kinds["b"].__setitem__(0, 3.0))),
     "a number of a loose tensor": (by_loose_item, later(lambda m: m.loose.fill_(2.0))),
+    "the memory of a loose tensor": (lambda m, x: plain(m, x) * m.loose, later(lambda m: m.loose.set_(m.loose * 2))),
     "an array in place": (of_array, later(lambda m: m.array.fill(2.0))),
     "a Counter": (of_counter, later(lambda m: m.counted.update("a"))),
     "a set": (of_array, later(lambda m: m.names.add("b"))),
