@@ -370,10 +370,7 @@ CHANGES = {
     "a forward that is wrapped": (plain, later(wrapped)),
     "a number that is told": (told, divided_by_what_is_told),
     "a forward that not every size passes": (only_even, later(lambda m: None)),
-    "a constant of the batch's size": (
-        lambda m, x: {"logits": plain(m, x), "n": torch.full((), len(x))},
-        another_count,
-    ),
+    "a constant of that size": (lambda m, x: {"logits": plain(m, x), "n": torch.full((), len(x))}, another_count),
     "rows in another dimension": (turned, of_turned),
     "a branch behind random numbers": (drawn_and_decided, later(lambda m: None)),
     "a part without autocast": (partly_cast, within_autocast),
