@@ -132,8 +132,8 @@ def look_beneath(forward_pass: PassView, func: Any, args: Any, kwargs: Any) -> N
 
 
 LEFT_OUT = (
-    "Leave out the forward and backward of such a batch (if len(x): ...). If a poisson_loader drew it, step() is then a "
-    "step of noise alone, and must be called; else leave step() out, too."
+    "Leave out the forward and backward of such a batch (if len(x): ...). If a poisson_loader drew it, step() is then "
+    "a step of noise alone, and must be called; else leave step() out, too."
 )
 IN_PARTS = (
     "All ranks must run a model in parts: make batches so large that none is empty, or train by DPTrainer, which lets "
