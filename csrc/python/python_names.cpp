@@ -14,6 +14,12 @@ bool was_made(PyObject *note) {
     return false;
 }
 
+bool agrees_with_views(PyObject *base_notes) {
+    if (entry(base_notes, names->RELAID) != nullptr) return false;
+    PyObject *layout = entry(base_notes, names->LAYOUT);
+    return layout == nullptr || (is_layout(layout) && is_empty(field(layout, names->mixed)));
+}
+
 // The tensor's memory; none of sparse ones.
 Ref storage_of(PyObject *tensor) {
     Ref storage(PyObject_CallMethodNoArgs(tensor, names->untyped_storage));

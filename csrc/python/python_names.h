@@ -57,6 +57,9 @@ constexpr std::int64_t KIND = 7, FOLLOWED = 8, GATHERING = 16, INDEXING = 32, CO
 // `batch_positions.made_in_sight`
 bool was_made(PyObject *note);
 
+// Whether what is noted of a base says of its views what they say themselves (`layout.tag_of`).
+bool agrees_with_views(PyObject *base_notes);
+
 // The tensor's memory; none of sparse ones.
 Ref storage_of(PyObject *tensor);
 

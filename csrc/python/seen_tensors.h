@@ -35,10 +35,22 @@ inline bool counts_changes(PyObject *object) {
     return found;
 }
 
+// What a weak reference is to; none if that is gone.
+inline Ref object_of(PyObject *weak) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *found = nullptr;
+    if (PyWeakref_GetRef(weak, &found) < 0) throw Raised{};
+    return Ref(found);
+#else
+    PyObject *found = PyWeakref_GET_OBJECT(weak);
+    return found == Py_None ? Ref() : Ref::of(found);
+#endif
+}
+
 struct SeenTensor {
     PyObject *tensor = nullptr;
     std::uint64_t state = 0, state_of_base = 0, state_of_storage = 0;
-    Ref base_notes, storage_notes;
+    Ref base_notes, storage, storage_notes;  // storage: weakly
     void *address = nullptr;
     PyObject *layout = nullptr, *moment = nullptr;  // which its notes hold
     // What was described of it: alone, and beside parameters. A list of `known_calls.Known` with two places for each
@@ -54,26 +66,26 @@ enum { DESCRIBED_FORM, NEEDS_GRAD, DIMS, FLOATING, BYTES };
 class SeenTensors {
   public:
     // What is known of a tensor still; nullptr if that is nothing.
-    SeenTensor *find(PyObject *tensor, PyObject *moment) {
+    SeenTensor *find(PyObject *tensor, PyObject *moment, const dlpack::Tensor *now) {
         SeenTensor &seen = place_of(tensor);
         const bool same = seen.tensor == tensor && seen.state == state_of(notes_of(tensor).get()) &&
                           seen.moment == moment && seen.state_of_storage == state_of(seen.storage_notes.get()) &&
                           (!seen.base_notes || seen.state_of_base == state_of(seen.base_notes.get()));
-        return same && lies_there(seen) ? &seen : nullptr;
+        return same && lies_there(seen, now) ? &seen : nullptr;
     }
 
-    // Note a tensor of which nothing out of the ordinary is noted. base_notes: of a view's base, else nullptr.
-    SeenTensor *add(PyObject *tensor, PyObject *notes, PyObject *base_notes, PyObject *storage_notes, PyObject *layout,
-                    PyObject *moment) {
+    // Note a tensor of which nothing out of the ordinary is noted. base_notes: of a view's base, else nullptr. now: as
+    // DLPack tells of it, here and in `find`; nullptr if it does not.
+    SeenTensor *add(PyObject *tensor, PyObject *notes, PyObject *base_notes, PyObject *storage, PyObject *layout,
+                    PyObject *moment, const dlpack::Tensor *now) {
         if (!names->counting) return nullptr;
         SeenTensor &seen = place_of(tensor) = SeenTensor();
-        seen.tensor = tensor;
-        seen.state = state_of(notes), seen.state_of_storage = state_of(storage_notes);
-        seen.base_notes = Ref::of(base_notes), seen.storage_notes = Ref::of(storage_notes);
+        seen.tensor = tensor, seen.address = now == nullptr ? nullptr : now->data;
+        seen.storage = checked(PyWeakref_NewRef(storage, nullptr)), seen.storage_notes = notes_of(storage);
+        seen.base_notes = Ref::of(base_notes);
+        seen.state = state_of(notes), seen.state_of_storage = state_of(seen.storage_notes.get());
         seen.state_of_base = base_notes == nullptr ? 0 : state_of(base_notes);
         seen.layout = layout, seen.moment = moment;
-        dlpack::Tensor now;
-        if (dlpack::describe(tensor, now)) seen.address = now.data;
         return &seen;
     }
 
@@ -88,15 +100,11 @@ class SeenTensors {
     }
 
   private:
-    // Whether the tensor lies in the memory whose notes these are. While someone else holds these notes, that memory is
-    // there, and no other has its addresses.
-    static bool lies_there(const SeenTensor &seen) {
-        dlpack::Tensor now;
-        if (dlpack::describe(seen.tensor, now)) {
-            return now.data == seen.address && Py_REFCNT(seen.storage_notes.get()) > 1;
-        }
-        const Ref storage = storage_of(seen.tensor);
-        return storage && notes_of(storage.get()).get() == seen.storage_notes.get();
+    // Whether the tensor lies in the memory whose notes these are: while that is there, no other has its addresses.
+    static bool lies_there(const SeenTensor &seen, const dlpack::Tensor *now) {
+        const Ref storage = object_of(seen.storage.get());
+        if (now != nullptr) return storage && now->data == seen.address;
+        return storage && storage_of(seen.tensor).get() == storage.get();
     }
 
     static constexpr std::size_t COUNT = 64;

@@ -1,7 +1,6 @@
 // What a call is known by: fastdp/engine/call_cache.py, which says the same in Python.
 #pragma once
 
-#include "dlpack.h"
 #include "seen_tensors.h"
 
 #include <vector>
@@ -90,7 +89,11 @@ class Signature {
         PyTypeObject *type = Py_TYPE(value);
         if (type != (PyTypeObject *)names->tensor && type != (PyTypeObject *)names->parameter) throw Missed{};
         const Ref needs_grad = attribute(value, names->requires_grad);
-        if (SeenTensor *seen = seen_.find(value, moment_.get())) return describe_data(value, *seen, needs_grad);
+        dlpack::Tensor told;
+        const dlpack::Tensor *now = dlpack::describe(value, told) ? &told : nullptr;
+        if (SeenTensor *seen = seen_.find(value, moment_.get(), now)) {
+            return describe_data(value, *seen, needs_grad, now);
+        }
         const Ref held_notes = notes_of(value);
         PyObject *notes = held_notes.get();
         if (is(value, names->is_nested)) throw Missed{};
@@ -100,8 +103,7 @@ class Signature {
             if (link != nullptr && link != Py_None) throw Missed{};
             if (entry(tracked_, id.get()) != nullptr) {
                 if (!combined_) throw Missed{};
-                describe_parameter(value, notes, std::move(id));
-                return;
+                return describe_parameter(value, notes, std::move(id), now);
             }
         }
         const bool in_parts = entry(notes, names->PARTS) != nullptr;
@@ -114,19 +116,18 @@ class Signature {
         if (gathering_ && gathered) throw Missed{};
         PyObject *layout = layout_of(notes, base_notes.get());
         if (layout != nullptr) {
-            const Ref storage_notes = memory_of_data(value, notes, base_notes.get());
+            const Ref storage = memory_of_data(value, notes, base_notes.get());
             SeenTensor once, *seen = nullptr;
             if (!in_parts && !gathered) {
-                seen = seen_.add(value, notes, base_notes.get(), storage_notes.get(), layout, moment_.get());
+                seen = seen_.add(value, notes, base_notes.get(), storage.get(), layout, moment_.get(), now);
             }
             once.layout = layout;
-            return describe_data(value, seen == nullptr ? once : *seen, needs_grad);
+            return describe_data(value, seen == nullptr ? once : *seen, needs_grad, now);
         }
         if (!is_nobodys(value)) throw Missed{};
         if (combined_) {
             if (type != (PyTypeObject *)names->parameter || needs_grad.get() == Py_True) throw Missed{};
-            describe_parameter(value, notes, checked(PyLong_FromVoidPtr(value)));  // frozen
-            return;
+            return describe_parameter(value, notes, checked(PyLong_FromVoidPtr(value)), now);  // frozen
         }
         const Ref shape = attribute(value, names->shape);
         describe_constant(value, notes, needs_grad.get() == Py_True, shape.get());
@@ -143,14 +144,13 @@ class Signature {
         return found ? std::move(found) : checked(PyObject_CallOneArg(names->form_of, key.get()));
     }
 
-    void describe_parameter(PyObject *value, PyObject *notes, Ref &&id) {
+    void describe_parameter(PyObject *value, PyObject *notes, Ref &&id, const dlpack::Tensor *now) {
         if (entry(notes, names->LAYOUT) != nullptr || entry(notes, names->MADE) != nullptr) throw Missed{};
         const bool filled = number(attribute(names->holding, names->turn).get()) > 0;  // memory of some constants
         if (filled && !is_nobodys(value)) throw Missed{};
         add(std::move(id));
         add(attribute(value, names->requires_grad));
-        dlpack::Tensor now;
-        if (dlpack::describe(value, now)) return add(dlpack::bytes_of(now, dlpack::FORM));
+        if (now != nullptr) return add(dlpack::bytes_of(*now, dlpack::FORM));
         for (PyObject *name : {names->shape, names->dtype, names->device}) add(attribute(value, name));
         add(called(value, names->is_contiguous));
     }
@@ -164,28 +164,22 @@ class Signature {
             if (!is_empty(field(layout, names->mixed))) throw Missed{};
         }
         if (base_notes == nullptr) return layout;
-        PyObject *of_base = entry(base_notes, names->LAYOUT);
-        if (layout == nullptr) {
-            if (of_base != nullptr) throw Missed{};
-            return nullptr;
-        }
-        if (entry(base_notes, names->RELAID) != nullptr) throw Missed{};
-        if (of_base != nullptr && (!is_layout(of_base) || !is_empty(field(of_base, names->mixed)))) throw Missed{};
+        const bool constant = layout == nullptr;
+        if (constant ? entry(base_notes, names->LAYOUT) != nullptr : !agrees_with_views(base_notes)) throw Missed{};
         return layout;
     }
 
-    // `look`: the memory is as the layout says. Gives its notes.
+    // `look`: the memory, which is as the layout says.
     static Ref memory_of_data(PyObject *value, PyObject *notes, PyObject *base_notes) {
-        const Ref storage = storage_of(value);
+        Ref storage = storage_of(value);
         if (!storage) throw Missed{};
-        Ref storage_notes = notes_of(storage.get());
-        PyObject *held = entry(storage_notes.get(), names->HELD);
+        PyObject *held = entry(notes_of(storage.get()).get(), names->HELD);
         if (held == Py_None) held = nullptr;
         if (held != entry(notes, names->HELD) &&
             (base_notes == nullptr || held != entry(base_notes, names->HELD))) {
             throw Missed{};
         }
-        return storage_notes;
+        return storage;
     }
 
     void describe_constant(PyObject *value, PyObject *notes, bool needs_grad, PyObject *shape) {
@@ -203,12 +197,12 @@ class Signature {
         }
     }
 
-    void describe_data(PyObject *value, SeenTensor &seen, const Ref &needs_grad) {
+    void describe_data(PyObject *value, SeenTensor &seen, const Ref &needs_grad, const dlpack::Tensor *now) {
         PyObject *layout = seen.layout;
         if (field(layout, names->owner) != Py_None || field(layout, names->piece) != Py_None) throw Missed{};
         const bool plain = field(layout, names->order) == Py_None && number(field(layout, names->alone)) < 0;
         if (combined_ && !plain) throw Missed{};
-        const Ref described = described_of(value, seen, needs_grad);
+        const Ref described = described_of(value, seen, needs_grad, now);
         if (checked_ && PyTuple_GET_ITEM(described.get(), FLOATING) == Py_False &&
             (truth(field(layout, names->is_row_index)) || !view_)) {
             throw Missed{};
@@ -220,20 +214,18 @@ class Signature {
     }
 
     // What the same call gave before, if it has this form still; else found anew.
-    Ref described_of(PyObject *value, SeenTensor &seen, const Ref &needs_grad) {
-        dlpack::Tensor now;
-        const bool told = dlpack::describe(value, now);
+    Ref described_of(PyObject *value, SeenTensor &seen, const Ref &needs_grad, const dlpack::Tensor *now) {
         if (!seen.described) seen.described = checked(PyList_New(2));
         const Py_ssize_t place = seen.place + combined_;
         PyObject *before = PyList_GET_ITEM(seen.described.get(), place);
-        if (told && before != nullptr && before != Py_None &&
+        if (now != nullptr && before != nullptr && before != Py_None &&
             PyTuple_GET_ITEM(before, NEEDS_GRAD) == needs_grad.get() &&
-            dlpack::has_bytes(now, dlpack::FORM, PyTuple_GET_ITEM(before, BYTES))) {
+            dlpack::has_bytes(*now, dlpack::FORM, PyTuple_GET_ITEM(before, BYTES))) {
             return Ref::of(before);
         }
         const Ref shape = attribute(value, names->shape), dtype = attribute(value, names->dtype);
         const Ref dims = checked(PyLong_FromSsize_t(PyTuple_GET_SIZE(shape.get())));
-        const Ref bytes = told ? dlpack::bytes_of(now, dlpack::FORM) : Ref::of(Py_None);
+        const Ref bytes = now != nullptr ? dlpack::bytes_of(*now, dlpack::FORM) : Ref::of(Py_None);
         const Ref floating = called(value, names->floating);
         Ref form;
         if (combined_) {
@@ -243,7 +235,7 @@ class Signature {
             form = form_of({shape.get(), dtype.get(), needs_grad.get(), seen.layout});
         }
         Ref found = checked(PyTuple_Pack(5, form.get(), needs_grad.get(), dims.get(), floating.get(), bytes.get()));
-        if (told && PyList_SetItem(seen.described.get(), place, Py_NewRef(found.get())) < 0) throw Raised{};
+        if (now != nullptr && PyList_SetItem(seen.described.get(), place, Py_NewRef(found.get())) < 0) throw Raised{};
         return found;
     }
 

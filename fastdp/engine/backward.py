@@ -354,16 +354,16 @@ class Backward:
             self.several.end()
             self.ended()
         self.uncaptured.check(self.last_use_of)
-        settle(tape)
+        check_unwritten(tape.kept, [each.version for each in tape.kept])
+        settle(tape)  # (which compares, too)
         if tape.like is not None and (tape.replayed or not tape.like.is_whole(tape, self.tracked.current())):
             self._tape = tape  # (the next forward drops it, should this fail)
             record_kept(tape, self.record)
             self._tape = None
-        held = [(use, version) for use, version in zip(tape.uses, tape.versions, strict=True) if use is not None]
-        uses = [use for use, _ in held]
+        uses = [use for use in tape.uses if use is not None]
         if tape.like is None:
             self.uncaptured.check_owned(uses)
-        check_unwritten([*uses, *tape.kept], [*[version for _, version in held], *[each.version for each in tape.kept]])
+        check_unwritten(uses, [v for use, v in zip(tape.uses, tape.versions, strict=True) if use is not None])
         tape.streams.join()
         if tape.batch is None:
             return None  # a backward that met no tracked parameter
@@ -374,7 +374,7 @@ class Backward:
             if tape.early is not None:
                 gradients.taken = tape.early.taken
                 self._early_plans = {number: each.plan for number, each in tape.early.taken.items() if each.plan}
-            del uses, held, tape  # nobody else holds the data of a backward
+            del uses, tape  # nobody else holds the data of a backward
             if self.on_end is not None:
                 self.others.end()
         return gradients

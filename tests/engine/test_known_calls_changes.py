@@ -145,8 +145,9 @@ def moved_beneath(m: Layers, x: Tensor) -> Tensor:
 
 
 def moved_elsewhere(m: Layers, x: Tensor) -> Tensor:
-    """The same, in another thread; the memory is freed before."""
+    """The same, in another thread; the memory is freed before, and so was a view of it."""
     h = m.a(x).tanh()
+    h.flatten(1).relu()
 
     def move() -> None:
         flipped = h.data.flip(0)
